@@ -1,0 +1,1 @@
+"""otattn: how stable attention is in the geometry of optimal transport."""

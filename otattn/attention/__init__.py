@@ -1,0 +1,40 @@
+"""What moves the measures: attention maps ``Gamma_mu``, their push-forward and their derivatives."""
+
+from otattn.attention.base import AttentionMap
+from otattn.attention.compose import Compose, Residual, TransformerBlock
+from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.l2 import L2Attention
+from otattn.attention.masked import MaskedAttention
+from otattn.attention.multihead import MultiHeadAttention
+from otattn.attention.pointwise import (
+    ExponentialAttention,
+    LinearAttention,
+    PointwiseAttention,
+    ReLUAttention,
+    SigmoidAttention,
+)
+from otattn.attention.sinkhorn import SinkhornAttention
+from otattn.attention.softmax import SoftmaxAttention
+from otattn.attention.tokenwise import MLP, LayerNorm, RMSNorm, TokenwiseMap
+
+__all__ = [
+    "MLP",
+    "AttentionMap",
+    "Compose",
+    "ExponentialAttention",
+    "JacobianOperator",
+    "L2Attention",
+    "LayerNorm",
+    "LinearAttention",
+    "MaskedAttention",
+    "MultiHeadAttention",
+    "PointwiseAttention",
+    "RMSNorm",
+    "ReLUAttention",
+    "Residual",
+    "SigmoidAttention",
+    "SinkhornAttention",
+    "SoftmaxAttention",
+    "TokenwiseMap",
+    "TransformerBlock",
+]

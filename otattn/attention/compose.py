@@ -1,0 +1,226 @@
+"""Residual connections, compositions and transformer blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator
+from otattn.measures import GaussianMeasure
+
+__all__ = ["Compose", "Residual", "TransformerBlock"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Residual(AttentionMap):
+    """``x -> x + scale * Gamma_mu(x)``.
+
+    Parameters
+    ----------
+    map : AttentionMap
+        With values in the space of the tokens.
+    scale : float
+        The step, for instance ``1 / L`` in a network of depth L.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> Residual(SoftmaxAttention([[0.0]], [[1.0]])).on_tokens([[2.0]])
+    array([[4.]])
+    """
+
+    map: AttentionMap
+    scale: float
+
+    def __init__(self, map: AttentionMap, *, scale: float = 1.0) -> None:
+        if not isinstance(map, AttentionMap):
+            raise TypeError(f"map must be an attention map, received {type(map).__name__}.")
+        if map.out_dim is not None and map.out_dim != map.in_dim:
+            raise ValueError(
+                f"a residual needs values in the space of the tokens, received {map.in_dim} -> {map.out_dim}; "
+                "add an output matrix with MultiHeadAttention([head], [W])."
+            )
+        object.__setattr__(self, "map", map)
+        object.__setattr__(self, "scale", check.as_float_array(scale, "scale", ndim=0).item())
+
+    @property
+    def in_dim(self) -> int | None:
+        return self.map.in_dim
+
+    @property
+    def out_dim(self) -> int | None:
+        return self.map.out_dim
+
+    @property
+    def causal(self) -> bool:
+        return self.map.causal
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return x + self.scale * self.map._apply(x, mu, times, block_size)
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return np.asarray(np.eye(x.shape[1]) + self.scale * self.map._field(x, mu, times, block_size))
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        J, s = self.map._jacobian(mu, times, block_size), self.scale
+
+        def dense() -> Array:
+            return np.eye(mu.n * mu.dim).reshape(mu.n, mu.dim, mu.n, mu.dim) + s * J.to_dense().reshape(
+                mu.n, mu.dim, mu.n, mu.dim
+            )
+
+        return JacobianOperator(
+            mu.n,
+            mu.dim,
+            mu.dim,
+            jvp=lambda v: v + s * J.jvp(v),
+            vjp=lambda g: g + s * J.vjp(g),
+            dense=dense,
+        )
+
+    def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
+        """``(I + scale G) x + scale b``."""
+        G, b = self.map.gaussian_affine(gaussian)
+        return np.eye(gaussian.dim) + self.scale * G, self.scale * b
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Compose(AttentionMap):
+    """The composition ``F_k o ... o F_1`` of ``Compose(F_1, ..., F_k)``: the first map acts first.
+
+    Each map sees the measure that the maps before it have produced.
+
+    Examples
+    --------
+    >>> from otattn.attention import LayerNorm, SoftmaxAttention
+    >>> Compose(LayerNorm([1.0, 1.0]), SoftmaxAttention([[0.0] * 2] * 2, [[1.0, 0.0]])).on_tokens([[0.0, 2.0]])
+    array([[-1.]])
+    """
+
+    maps: tuple[AttentionMap, ...]
+
+    def __init__(self, *maps: AttentionMap) -> None:
+        if not maps or not all(isinstance(m, AttentionMap) for m in maps):
+            raise TypeError(f"maps must be one or more attention maps, received {maps!r}.")
+        for first, second in zip(maps[:-1], maps[1:], strict=True):
+            if None not in (first.out_dim, second.in_dim) and first.out_dim != second.in_dim:
+                raise ValueError(
+                    f"maps must fit: {type(first).__name__} gives dimension {first.out_dim}, "
+                    f"{type(second).__name__} takes {second.in_dim}."
+                )
+        object.__setattr__(self, "maps", tuple(maps))
+
+    @property
+    def in_dim(self) -> int | None:
+        return self.maps[0].in_dim
+
+    @property
+    def out_dim(self) -> int | None:
+        return self.maps[-1].out_dim
+
+    @property
+    def causal(self) -> bool:
+        return any(m.causal for m in self.maps)
+
+    def _stages(self, mu: Measure, block_size: int | None) -> list[Measure]:
+        """The measure before each map."""
+        stages = [mu]
+        for m in self.maps[:-1]:
+            nu = stages[-1]
+            times = getattr(nu, "times", None) if m.causal else None
+            stages.append(nu._with_points(m._apply(nu.points, nu, times, block_size)))
+        return stages
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        own = x is mu.points and (times is None or times is getattr(mu, "times", None))
+        stages = self._stages(mu, block_size)
+        if own:  # the tokens are the atoms: their images are known up to the last map
+            m, nu = self.maps[-1], stages[-1]
+            return m._apply(nu.points, nu, times if m.causal else None, block_size)
+        for m, nu in zip(self.maps, stages, strict=True):
+            x = m._apply(x, nu, times if m.causal else None, block_size)
+        return x
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        total: Array | None = None
+        for m, nu in zip(self.maps, self._stages(mu, block_size), strict=True):
+            t = times if m.causal else None
+            D = m._field(x, nu, t, block_size)
+            total = D if total is None else D @ total
+            x = m._apply(x, nu, t, block_size)
+        assert total is not None
+        return total
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        parts = [
+            m._jacobian(nu, getattr(nu, "times", None) if m.causal else None, block_size)
+            for m, nu in zip(self.maps, self._stages(mu, block_size), strict=True)
+        ]
+
+        def jvp(v: Array) -> Array:
+            for J in parts:
+                v = J.jvp(v)
+            return v
+
+        def vjp(g: Array) -> Array:
+            for J in reversed(parts):
+                g = J.vjp(g)
+            return g
+
+        def dense() -> Array:
+            total = parts[0].to_dense()
+            for J in parts[1:]:
+                total = J.to_dense() @ total
+            return total.reshape(mu.n, parts[-1].e, mu.n, mu.dim)
+
+        return JacobianOperator(mu.n, mu.dim, parts[-1].e, jvp=jvp, vjp=vjp, dense=dense)
+
+    def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
+        """The composition of the affine maps along the pushed Gaussians."""
+        matrix, offset = np.eye(gaussian.dim), np.zeros(gaussian.dim)
+        for m in self.maps:
+            G, b = m.gaussian_affine(gaussian)
+            matrix, offset = G @ matrix, G @ offset + b
+            gaussian = gaussian.pushforward_affine(G, b)
+        return matrix, offset
+
+
+class TransformerBlock(Compose):
+    """One transformer layer: attention and MLP with residual connections and normalisations.
+
+    ``pre_norm`` (GPT, Llama): ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. Otherwise (BERT):
+    ``norm(x + attention(x))``, then ``norm(x + mlp(x))``.
+
+    Parameters
+    ----------
+    attention, mlp : AttentionMap
+        With values in the space of the tokens.
+    attention_norm, mlp_norm : AttentionMap, optional
+        LayerNorm or RMSNorm; left out when None.
+    pre_norm : bool
+    """
+
+    def __init__(
+        self,
+        attention: AttentionMap,
+        mlp: AttentionMap,
+        *,
+        attention_norm: AttentionMap | None = None,
+        mlp_norm: AttentionMap | None = None,
+        pre_norm: bool = True,
+    ) -> None:
+        maps: list[AttentionMap] = []
+        for part, norm in ((attention, attention_norm), (mlp, mlp_norm)):
+            if norm is None:
+                maps.append(Residual(part))
+            elif pre_norm:
+                maps.append(Residual(Compose(norm, part)))
+            else:
+                maps += [Residual(part), norm]
+        super().__init__(*maps)

@@ -1,0 +1,82 @@
+"""L2 self-attention: logits are minus squared distances of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.measures import GaussianMeasure
+
+__all__ = ["L2Attention"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class L2Attention(AttentionMap):
+    r"""L2 self-attention, ``P(x, dy)`` proportional to ``exp(-|Q x - K y|^2) mu(dy)``.
+
+    Parameters
+    ----------
+    Q, K : array_like (k, d)
+        Query and key factors (no ``1/sqrt(k)``: put it into them).
+    V : array_like (e, d)
+
+    Examples
+    --------
+    >>> L2Attention([[1.0]], [[1.0]], [[1.0]])([[0.0]], [[-1.0], [1.0]])
+    array([[0.]])
+
+    References
+    ----------
+    Kim, Papamakarios, Mnih, "The Lipschitz constant of self-attention", ICML 2021.
+    """
+
+    Q: Array
+    K: Array
+    V: Array
+
+    def __init__(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> None:
+        q = check.matrix(Q, "Q")
+        object.__setattr__(self, "Q", check.frozen(q))
+        object.__setattr__(self, "K", check.frozen(check.matrix(K, "K", shape=q.shape)))
+        object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, q.shape[1]))))
+
+    @property
+    def in_dim(self) -> int:
+        return int(self.V.shape[1])
+
+    @property
+    def out_dim(self) -> int:
+        return int(self.V.shape[0])
+
+    def head(self) -> Head:
+        """The affine maps of the head: ``-|Qx - Ky|^2 = <2Qx, Ky> - |Ky|^2`` up to a term constant in y."""
+        return Head(2.0 * self.Q, self.K, self.V, quadratic=True)
+
+    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
+        atom_times = getattr(mu, "times", None) if times is not None else None
+        return NormalisedKernel(self.head(), mu.points, mu.weights, times=atom_times, block_size=block_size)
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return self._kernel(mu, times, block_size).apply(x, times)
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return self._kernel(mu, times, block_size).field(x, times)
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        return self._kernel(mu, times, block_size).jacobian(times)
+
+    def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
+        r"""``Gamma(x) = V (I + 2 Sigma K^T K)^{-1} (alpha + 2 Sigma K^T Q x)``: no inverse of Sigma is taken."""
+        S = gaussian.cov
+        N = np.eye(self.in_dim) + 2.0 * S @ self.K.T @ self.K
+        # eigenvalues of Sigma K^T K are non-negative, so N is invertible for every PSD Sigma
+        solved = np.linalg.solve(N, np.column_stack([2.0 * S @ self.K.T @ self.Q, gaussian.mean]))
+        return self.V @ solved[:, :-1], self.V @ solved[:, -1]

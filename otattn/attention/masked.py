@@ -1,0 +1,83 @@
+"""Causal (masked) attention on space-time measures and on sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.l2 import L2Attention
+from otattn.attention.multihead import MultiHeadAttention
+from otattn.attention.pointwise import PointwiseAttention
+from otattn.attention.softmax import SoftmaxAttention
+
+__all__ = ["MaskedAttention"]
+
+Array = NDArray[np.float64]
+_MASKABLE = (SoftmaxAttention, L2Attention, PointwiseAttention, MultiHeadAttention)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class MaskedAttention(AttentionMap):
+    r"""Causal attention: the token ``(s, x)`` sees only atoms ``(tau, y)`` with ``tau <= s``.
+
+    On a measure over ``[0, 1] x R^d`` it is ``(s, x) -> (s, Gamma_{mu restricted to tau <= s}(x))``; a sequence
+    ``(n, d)`` is the measure with token i at time ``i / n``, which gives the usual lower-triangular mask.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention, L2Attention, pointwise or MultiHeadAttention
+        The unmasked attention. Sinkhorn attention has no causal form.
+
+    Raises
+    ------
+    TypeError
+        The attention cannot be masked.
+
+    Examples
+    --------
+    >>> masked = MaskedAttention(SoftmaxAttention([[0.0]], [[1.0]]))
+    >>> masked.on_tokens([[1.0], [3.0]]).ravel()
+    array([1., 2.])
+
+    References
+    ----------
+    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024, section 4.
+    """
+
+    attention: AttentionMap
+
+    def __init__(self, attention: AttentionMap) -> None:
+        if not isinstance(attention, _MASKABLE) or attention.causal:
+            raise TypeError(
+                "attention must be softmax, L2, pointwise or multi-head attention without a mask, received "
+                f"{type(attention).__name__}; Sinkhorn kernels and compositions have no causal form."
+            )
+        if isinstance(attention, MultiHeadAttention) and not all(isinstance(h, _MASKABLE) for h in attention.heads):
+            kinds = sorted({type(h).__name__ for h in attention.heads})
+            raise TypeError(f"every head must be softmax, L2 or pointwise attention, received {kinds}.")
+        object.__setattr__(self, "attention", attention)
+
+    @property
+    def in_dim(self) -> int | None:
+        return self.attention.in_dim
+
+    @property
+    def out_dim(self) -> int | None:
+        return self.attention.out_dim
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return self.attention._apply(x, mu, times, block_size)
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return self.attention._field(x, mu, times, block_size)
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        return self.attention._jacobian(mu, times, block_size)

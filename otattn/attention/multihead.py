@@ -1,0 +1,140 @@
+"""Multi-head attention: a sum of heads, each with its output matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator
+from otattn.measures import GaussianMeasure
+
+__all__ = ["MultiHeadAttention"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class MultiHeadAttention(AttentionMap):
+    r"""``Gamma_mu(x) = b + sum_h W_h Gamma^{(h)}_mu(x)``.
+
+    Parameters
+    ----------
+    heads : sequence of AttentionMap
+        All on the same space, all masked or none.
+    outputs : sequence of array_like (D, e_h), optional
+        The matrices ``W_h``; without them the heads' values are summed.
+    output_bias : array_like (D,), optional
+
+    Raises
+    ------
+    ValueError
+        No heads, or shapes that do not fit.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> head = SoftmaxAttention([[0.0]], [[1.0]])
+    >>> MultiHeadAttention([head, head], [[[1.0]], [[2.0]]]).on_tokens([[1.0]])
+    array([[3.]])
+    """
+
+    heads: tuple[AttentionMap, ...]
+    outputs: tuple[Array, ...] | None
+    output_bias: Array | None
+
+    def __init__(
+        self,
+        heads: Sequence[AttentionMap],
+        outputs: Sequence[ArrayLike] | None = None,
+        *,
+        output_bias: ArrayLike | None = None,
+    ) -> None:
+        hs = tuple(heads)
+        if not hs or not all(isinstance(h, AttentionMap) for h in hs):
+            raise ValueError(f"heads must be a non-empty sequence of attention maps, received {heads!r}.")
+        if len({h.in_dim for h in hs}) > 1:
+            raise ValueError(f"heads must act on one space, received dimensions {[h.in_dim for h in hs]}.")
+        if len({h.causal for h in hs}) > 1:
+            raise ValueError("heads must be all masked or all unmasked; wrap the whole in MaskedAttention instead.")
+        ws: tuple[Array, ...] | None = None
+        if outputs is not None:
+            if len(outputs) != len(hs):
+                raise ValueError(f"outputs must give one matrix a head, received {len(outputs)} for {len(hs)} heads.")
+            ws = tuple(
+                check.frozen(check.matrix(W, f"outputs[{i}]", shape=(None, h.out_dim)))
+                for i, (W, h) in enumerate(zip(outputs, hs, strict=True))
+            )
+            if len({len(W) for W in ws}) > 1:
+                raise ValueError(f"outputs must have equally many rows, received {[len(W) for W in ws]}.")
+        elif len({h.out_dim for h in hs}) > 1:
+            raise ValueError(f"heads that are summed must have values of one dimension, received {[h.out_dim for h in hs]}.")
+        object.__setattr__(self, "heads", hs)
+        object.__setattr__(self, "outputs", ws)
+        size = self.out_dim
+        bias = None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=size))
+        object.__setattr__(self, "output_bias", bias)
+
+    @property
+    def in_dim(self) -> int | None:
+        return self.heads[0].in_dim
+
+    @property
+    def out_dim(self) -> int | None:
+        return int(self.outputs[0].shape[0]) if self.outputs is not None else self.heads[0].out_dim
+
+    @property
+    def causal(self) -> bool:
+        return self.heads[0].causal
+
+    def _output(self, h: int, values: Array) -> Array:
+        return values if self.outputs is None else values @ self.outputs[h].T
+
+    def _sum(self, terms: Any) -> Array:
+        total: Array | None = None
+        for term in terms:
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        out = self._sum(self._output(i, h._apply(x, mu, times, block_size)) for i, h in enumerate(self.heads))
+        return out if self.output_bias is None else out + self.output_bias
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        fields = (h._field(x, mu, times, block_size) for h in self.heads)
+        return self._sum(D if self.outputs is None else self.outputs[i] @ D for i, D in enumerate(fields))
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        parts = [h._jacobian(mu, times, block_size) for h in self.heads]
+
+        def dense() -> Array:
+            blocks = (J.to_dense().reshape(J.n, J.e, J.n, J.d) for J in parts)
+            return self._sum(
+                B if self.outputs is None else np.einsum("fe,iejd->ifjd", self.outputs[i], B, optimize=True)
+                for i, B in enumerate(blocks)
+            )
+
+        return JacobianOperator(
+            mu.n,
+            parts[0].d,
+            int(self.outputs[0].shape[0]) if self.outputs is not None else parts[0].e,
+            jvp=lambda v: self._sum(self._output(i, J.jvp(v)) for i, J in enumerate(parts)),
+            vjp=lambda g: self._sum(
+                J.vjp(g if self.outputs is None else g @ self.outputs[i]) for i, J in enumerate(parts)
+            ),
+            dense=dense if all(J._dense is not None for J in parts) else None,
+        )
+
+    def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
+        """Sum over heads of ``W_h (b_h + G_h x)``."""
+        maps = [h.gaussian_affine(gaussian) for h in self.heads]
+        if self.outputs is not None:
+            maps = [(W @ G, W @ b) for W, (G, b) in zip(self.outputs, maps, strict=True)]
+        offset = self._sum(b for _, b in maps)
+        return self._sum(G for G, _ in maps), offset if self.output_bias is None else offset + self.output_bias

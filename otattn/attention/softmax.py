@@ -1,0 +1,171 @@
+"""Softmax (dot-product) self-attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.measures import GaussianMeasure
+
+__all__ = ["SoftmaxAttention"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class SoftmaxAttention(AttentionMap):
+    r"""Softmax self-attention with logits ``<A x + c, y>``.
+
+    .. math:: \Gamma_\mu(x) = b_V + V \frac{\int e^{\langle A x + c, y\rangle}\, y \, d\mu(y)}
+                                          {\int e^{\langle A x + c, y\rangle} \, d\mu(y)}
+
+    Parameters
+    ----------
+    A : array_like (d, d)
+        Bilinear form of the logits, ``K^T Q * scale`` for learned factors.
+    V : array_like (e, d)
+        Value matrix; its rank and the number of its rows are free.
+    bias : array_like (d,), optional
+        The vector ``c``, zero by default.
+    value_bias : array_like (e,), optional
+        The vector ``b_V``, zero by default.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit, or entries that are not finite.
+
+    Examples
+    --------
+    >>> attention = SoftmaxAttention([[1.0]], [[1.0]])
+    >>> attention([[0.0], [1.0]], [[0.0], [1.0]]).ravel()
+    array([0.5       , 0.73105858])
+
+    References
+    ----------
+    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024, section 2.
+    """
+
+    A: Array
+    V: Array
+    bias: Array | None
+    value_bias: Array | None
+    factors: tuple[Array, Array, Array | None] | None
+    """``(scale * Q, K, scale * b_Q)`` when built by :meth:`from_qkv`; products then run in head space."""
+
+    def __init__(
+        self, A: ArrayLike, V: ArrayLike, *, bias: ArrayLike | None = None, value_bias: ArrayLike | None = None
+    ) -> None:
+        form = check.matrix(A, "A")
+        if form.shape[0] != form.shape[1]:
+            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; for factors use from_qkv.")
+        d = len(form)
+        values = check.matrix(V, "V", shape=(None, d))
+        self._fill(
+            form,
+            values,
+            None if bias is None else check.vector(bias, "bias", size=d),
+            None if value_bias is None else check.vector(value_bias, "value_bias", size=len(values)),
+            None,
+        )
+
+    def _fill(
+        self,
+        A: Array,
+        V: Array,
+        bias: Array | None,
+        value_bias: Array | None,
+        factors: tuple[Array, Array, Array | None] | None,
+    ) -> None:
+        object.__setattr__(self, "A", check.frozen(A))
+        object.__setattr__(self, "V", check.frozen(V))
+        object.__setattr__(self, "bias", None if bias is None else check.frozen(bias))
+        object.__setattr__(self, "value_bias", None if value_bias is None else check.frozen(value_bias))
+        object.__setattr__(self, "factors", factors)
+
+    @classmethod
+    def from_qkv(
+        cls,
+        Q: ArrayLike,
+        K: ArrayLike,
+        V: ArrayLike,
+        *,
+        scale: float | None = None,
+        query_bias: ArrayLike | None = None,
+        key_bias: ArrayLike | None = None,
+        value_bias: ArrayLike | None = None,
+    ) -> SoftmaxAttention:
+        """Attention of learned factors: ``A = scale K^T Q``, ``c = scale K^T query_bias``.
+
+        Parameters
+        ----------
+        Q, K : array_like (k, d)
+        V : array_like (e, d)
+        scale : float, optional
+            ``1 / sqrt(k)`` by default.
+        query_bias, key_bias : array_like (k,), optional
+            The key bias adds a term constant in y to the logits of a row, which the softmax cancels.
+        value_bias : array_like (e,), optional
+        """
+        q = check.matrix(Q, "Q")
+        k, d = q.shape
+        keys = check.matrix(K, "K", shape=(k, d))
+        values = check.matrix(V, "V", shape=(None, d))
+        s = 1.0 / np.sqrt(k) if scale is None else check.as_float_array(scale, "scale", ndim=0).item()
+        if key_bias is not None:
+            check.vector(key_bias, "key_bias", size=k)
+        bq = None if query_bias is None else check.frozen(s * check.vector(query_bias, "query_bias", size=k))
+        q = s * q
+        out = object.__new__(cls)
+        out._fill(
+            keys.T @ q,
+            values,
+            None if bq is None else keys.T @ bq,
+            None if value_bias is None else check.vector(value_bias, "value_bias", size=len(values)),
+            (check.frozen(q), check.frozen(keys), bq),
+        )
+        return out
+
+    @property
+    def in_dim(self) -> int:
+        return int(self.V.shape[1])
+
+    @property
+    def out_dim(self) -> int:
+        return int(self.V.shape[0])
+
+    def head(self) -> Head:
+        """The affine maps of the head, in head space when the attention was built from factors."""
+        if self.factors is not None and len(self.factors[0]) < self.in_dim:
+            q, k, bq = self.factors
+            return Head(q, k, self.V, bq, self.value_bias)
+        return Head(self.A, np.eye(self.in_dim), self.V, self.bias, self.value_bias)
+
+    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
+        atom_times = getattr(mu, "times", None) if times is not None else None
+        return NormalisedKernel(self.head(), mu.points, mu.weights, times=atom_times, block_size=block_size)
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return self._kernel(mu, times, block_size).apply(x, times)
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return self._kernel(mu, times, block_size).field(x, times)
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        return self._kernel(mu, times, block_size).jacobian(times)
+
+    def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
+        r"""``Gamma(x) = V (alpha + Sigma (A x + c)) + b_V`` for ``mu = N(alpha, Sigma)``.
+
+        Tilting a Gaussian by ``exp <g, y>`` moves its mean by ``Sigma g``.
+        """
+        S = gaussian.cov
+        centre = gaussian.mean if self.bias is None else gaussian.mean + S @ self.bias
+        offset = self.V @ centre
+        return self.V @ S @ self.A, offset if self.value_bias is None else offset + self.value_bias

@@ -1,0 +1,136 @@
+"""Discrete probability measures on R^d."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+
+__all__ = ["DiscreteMeasure", "as_discrete"]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class DiscreteMeasure:
+    """A probability measure ``mu = sum_i w_i delta_{x_i}`` on R^d.
+
+    Parameters
+    ----------
+    points : array_like (n, d)
+        Atoms; integers and half precision are widened to float64.
+    weights : array_like (n,), optional
+        Non-negative, of sum 1 (a sum off by at most 1e-6 is renormalised); uniform by default.
+
+    Raises
+    ------
+    ValueError
+        Non-finite or empty points, a wrong number of weights, negative weights, a sum further from 1.
+
+    Examples
+    --------
+    >>> mu = DiscreteMeasure([[0.0], [3.0]])
+    >>> mu.mean(), mu.radius()
+    (array([1.5]), 3.0)
+    """
+
+    points: NDArray[np.float64]
+    weights: NDArray[np.float64]
+
+    def __init__(self, points: ArrayLike, weights: ArrayLike | None = None) -> None:
+        x = check.points(points)
+        w = np.full(len(x), 1.0 / len(x)) if weights is None else check.check_weights(weights, len(x))
+        object.__setattr__(self, "points", check.frozen(x))
+        object.__setattr__(self, "weights", check.frozen(w))
+
+    @classmethod
+    def normalized(cls, points: ArrayLike, weights: ArrayLike) -> DiscreteMeasure:
+        """The measure with ``weights`` divided by their (positive) sum."""
+        x = check.points(points)
+        return cls(x, check.check_weights(weights, len(x), normalise=True))
+
+    @property
+    def n(self) -> int:
+        """Number of atoms."""
+        return int(self.points.shape[0])
+
+    @property
+    def dim(self) -> int:
+        """Dimension d of the space."""
+        return int(self.points.shape[1])
+
+    @property
+    def is_uniform(self) -> bool:
+        """True when all weights are equal."""
+        return bool((self.weights == self.weights[0]).all())
+
+    def mean(self) -> NDArray[np.float64]:
+        """``sum_i w_i x_i``, shape ``(d,)``."""
+        return np.asarray(self.weights @ self.points)
+
+    def covariance(self) -> NDArray[np.float64]:
+        """``sum_i w_i (x_i - m)(x_i - m)^T``, shape ``(d, d)``."""
+        y = self.points - self.mean()
+        return np.asarray((y * self.weights[:, None]).T @ y)
+
+    def radius(self, center: ArrayLike | None = None) -> float:
+        """Largest ``|x_i - center|`` over atoms of positive weight (center 0 by default)."""
+        c = np.zeros(self.dim) if center is None else check.vector(center, "center", size=self.dim)
+        return float(np.linalg.norm(self.points[self.weights > 0] - c, axis=1).max())
+
+    def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> DiscreteMeasure:
+        """``f_# mu`` for a map ``(n, d) -> (n, e)`` applied to all atoms at once; the weights are kept."""
+        y = check.points(f(self.points), "f(points)")
+        if len(y) != self.n:
+            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
+        return self._with_points(y)
+
+    def _with_points(self, points: NDArray[np.float64]) -> DiscreteMeasure:
+        """The same weights on other atoms; keeps the weights to the bit."""
+        out = object.__new__(DiscreteMeasure)
+        object.__setattr__(out, "points", check.frozen(points))
+        object.__setattr__(out, "weights", self.weights)
+        return out
+
+    def support(self) -> DiscreteMeasure:
+        """The same measure without its atoms of zero weight."""
+        keep = self.weights > 0
+        return self if keep.all() else DiscreteMeasure(self.points[keep], self.weights[keep])
+
+    def merge_duplicates(self) -> DiscreteMeasure:
+        """The same measure with equal atoms merged, in order of first appearance."""
+        _, first, inverse = np.unique(self.points, axis=0, return_index=True, return_inverse=True)
+        mass = np.bincount(inverse.ravel(), weights=self.weights, minlength=len(first))
+        order = np.argsort(first, kind="stable")
+        return DiscreteMeasure(self.points[first[order]], mass[order])
+
+    def tokens(self, n: int) -> NDArray[np.float64]:
+        """The ``(n, d)`` tokens of a measure whose weights are multiples of ``1/n``.
+
+        Raises
+        ------
+        ValueError
+            Some weight is no multiple of ``1/n``.
+        """
+        n = check.count(n, "n")
+        exact = self.weights * n
+        multiplicity = np.rint(exact).astype(np.int64)
+        if np.abs(exact - multiplicity).max() > 1e-6 or multiplicity.sum() != n:
+            worst = float(self.weights[np.abs(exact - multiplicity).argmax()])
+            raise ValueError(f"weights must be multiples of 1/{n}, received {worst!r}; choose another n.")
+        return np.asarray(np.repeat(self.points, multiplicity, axis=0))
+
+    def __repr__(self) -> str:
+        return f"DiscreteMeasure(n={self.n}, dim={self.dim}{', uniform' if self.is_uniform else ''})"
+
+
+def as_discrete(mu: Any, name: str = "mu") -> DiscreteMeasure:
+    """``mu`` itself, or the uniform measure on the rows of an ``(n, d)`` array."""
+    if isinstance(mu, DiscreteMeasure):
+        return mu
+    if isinstance(mu, (str, bytes, dict)) or (hasattr(mu, "cov") and hasattr(mu, "mean")):
+        raise TypeError(f"{name} must be a DiscreteMeasure or an (n, d) array, received {type(mu).__name__}.")
+    return DiscreteMeasure(check.points(mu, name))

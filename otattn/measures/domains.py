@@ -1,0 +1,261 @@
+"""Domains in which tokens live: balls, ellipsoids, LayerNorm spheres, boxes, finite sets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+
+__all__ = ["Ball", "Box", "Domain", "Ellipsoid", "LayerNormDomain", "PointSet"]
+
+
+class Domain(ABC):
+    """A compact set of R^d that holds the tokens."""
+
+    @property
+    @abstractmethod
+    def dim(self) -> int | None:
+        """Dimension d (None when the domain exists in every dimension)."""
+
+    @abstractmethod
+    def project(self, x: ArrayLike) -> NDArray[np.float64]:
+        """A map of the rows of ``x (m, d)`` into the domain that leaves its points where they are."""
+
+    @abstractmethod
+    def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
+        """An upper bound of ``max |A x + c|`` over the domain, rounded outward."""
+
+    @abstractmethod
+    def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
+        """``n`` random points ``(n, d)``."""
+
+    @property
+    def max_norm(self) -> float:
+        """Largest norm of a point, the radius R of the smallest centred ball around the domain (outward)."""
+        if self.dim is None:
+            raise ValueError("max_norm needs a dimension; give the domain one.")
+        return self.max_affine_norm(np.eye(self.dim))
+
+    def contains(self, x: ArrayLike, *, tol: float = 1e-9) -> bool:
+        """True when every row of ``x`` lies within ``tol`` (relative to the size of the domain) of the domain."""
+        y = check.points(x, "x", dim=self.dim)
+        gap = np.linalg.norm(self.project(y) - y, axis=1).max()
+        return bool(gap <= tol * max(1e-300, self.max_norm))
+
+
+@dataclass(frozen=True, init=False)
+class Ball(Domain):
+    """The Euclidean ball ``{|x| <= radius}`` centred at the origin, in any dimension unless ``dim`` is given."""
+
+    radius: float
+    dim_: int | None
+
+    def __init__(self, radius: float, dim: int | None = None) -> None:
+        object.__setattr__(self, "radius", check.positive(radius, "radius"))
+        object.__setattr__(self, "dim_", None if dim is None else check.count(dim, "dim"))
+
+    @property
+    def dim(self) -> int | None:
+        return self.dim_
+
+    @property
+    def max_norm(self) -> float:
+        return self.radius
+
+    def project(self, x: ArrayLike) -> NDArray[np.float64]:
+        y = check.points(x, "x", dim=self.dim)
+        norm = np.linalg.norm(y, axis=1, keepdims=True)
+        return np.asarray(y * np.minimum(1.0, self.radius / np.maximum(norm, 1e-300)))
+
+    def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
+        M = check.matrix(A, "A", shape=(None, self.dim))
+        return spectral_norm_upper(M) * self.radius + _offset_norm(c, M.shape[0])
+
+    def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
+        if self.dim is None:
+            raise ValueError("sampling a Ball needs its dimension; build it as Ball(radius, dim).")
+        return self.radius * _unit_ball(n, self.dim, check.rng_from(rng))
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Ellipsoid(Domain):
+    """The set ``{E z + center : |z| <= 1}``.
+
+    Parameters
+    ----------
+    shape : array_like (d, k)
+        The matrix E; its rank may be below d (a flat ellipsoid).
+    center : array_like (d,), optional
+        The centre b, 0 by default.
+    """
+
+    shape: NDArray[np.float64]
+    center: NDArray[np.float64]
+
+    def __init__(self, shape: ArrayLike, center: ArrayLike | None = None) -> None:
+        E = check.matrix(shape, "shape")
+        b = np.zeros(len(E)) if center is None else check.vector(center, "center", size=len(E))
+        object.__setattr__(self, "shape", check.frozen(E))
+        object.__setattr__(self, "center", check.frozen(b))
+
+    @property
+    def dim(self) -> int:
+        return int(self.shape.shape[0])
+
+    def project(self, x: ArrayLike) -> NDArray[np.float64]:
+        """Nearest point of the ellipsoid (secular equation in the basis of E's left singular vectors)."""
+        y = check.points(x, "x", dim=self.dim) - self.center
+        U, s, _ = np.linalg.svd(self.shape, full_matrices=False)
+        keep = s > s.max(initial=0.0) * 1e-14
+        U, s = U[:, keep], s[keep]
+        out = np.zeros_like(y)
+        for i, h in enumerate(y @ U):
+            z = h / s
+            if z @ z > 1.0:
+                # |z(nu)| = 1 at the multiplier nu >= 0 of |z|^2 <= 1, z(nu) = s h / (s^2 + nu)
+                top = float(np.linalg.norm(s * h))
+                nu = brentq(lambda v, h=h: float(np.sum((s * h / (s**2 + v)) ** 2) - 1.0), 0.0, top, xtol=1e-300)
+                z = s * h / (s**2 + nu)
+                z /= max(1.0, float(np.linalg.norm(z)))
+            out[i] = U @ (s * z)
+        return out + self.center
+
+    def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
+        M = check.matrix(A, "A", shape=(None, self.dim))
+        shift = M @ self.center + (0.0 if c is None else check.vector(c, "c", size=M.shape[0]))
+        return spectral_norm_upper(M @ self.shape) + _offset_norm(shift, M.shape[0])
+
+    def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
+        z = _unit_ball(n, self.shape.shape[1], check.rng_from(rng))
+        return np.asarray(z @ self.shape.T + self.center)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class LayerNormDomain(Ellipsoid):
+    """Where LayerNorm puts its tokens: ``gain * z + bias`` with ``sum z = 0`` and ``|z|^2 = d``.
+
+    That sphere is the boundary of the flat ellipsoid with ``E = sqrt(d) diag(gain) Q``, Q an orthonormal basis of
+    the centred vectors; measures on it are bounded by the ellipsoid.
+    """
+
+    gain: NDArray[np.float64]
+
+    def __init__(self, gain: ArrayLike, bias: ArrayLike | None = None) -> None:
+        g = check.vector(gain, "gain")
+        if g.size < 2:
+            raise ValueError(f"gain must have at least 2 entries, received {g.size}: a centred vector of R^1 is 0.")
+        d = g.size
+        basis = np.linalg.qr(np.column_stack([np.ones(d), np.eye(d)[:, : d - 1]]))[0][:, 1:]
+        super().__init__(np.sqrt(d) * g[:, None] * basis, bias)
+        object.__setattr__(self, "gain", check.frozen(g))
+
+    def project(self, x: ArrayLike) -> NDArray[np.float64]:
+        """Radial map onto the sphere: undo gain and bias, centre, rescale to norm sqrt(d), redo them."""
+        y = check.points(x, "x", dim=self.dim) - self.center
+        z = np.divide(y, self.gain, out=np.zeros_like(y), where=self.gain != 0)
+        z -= z.mean(axis=1, keepdims=True)
+        norm = np.linalg.norm(z, axis=1, keepdims=True)
+        flat = norm[:, 0] == 0.0
+        if flat.any():  # the centre has no direction: send it to a fixed point of the sphere
+            z[flat, 0], z[flat, 1] = 1.0, -1.0
+            norm = np.linalg.norm(z, axis=1, keepdims=True)
+        return np.asarray(np.sqrt(self.dim) * z / norm * self.gain + self.center)
+
+    def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
+        z = check.rng_from(rng).standard_normal((check.count(n, "n"), self.dim))
+        return self.project(z * self.gain + self.center)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Box(Domain):
+    """The box ``{lower <= x <= upper}``, coordinate by coordinate."""
+
+    lower: NDArray[np.float64]
+    upper: NDArray[np.float64]
+
+    def __init__(self, lower: ArrayLike, upper: ArrayLike) -> None:
+        lo = check.vector(lower, "lower")
+        hi = check.vector(upper, "upper", size=lo.size)
+        if lo.size == 0:
+            raise ValueError("lower must have at least one entry, received none.")
+        if (lo > hi).any():
+            k = int((lo - hi).argmax())
+            raise ValueError(f"lower must not exceed upper, received {lo[k]:g} > {hi[k]:g} in coordinate {k}; swap them.")
+        object.__setattr__(self, "lower", check.frozen(lo))
+        object.__setattr__(self, "upper", check.frozen(hi))
+
+    @property
+    def dim(self) -> int:
+        return int(self.lower.size)
+
+    @property
+    def center(self) -> NDArray[np.float64]:
+        """Midpoint, shape ``(d,)``."""
+        return np.asarray(0.5 * (self.lower + self.upper))
+
+    @property
+    def half_widths(self) -> NDArray[np.float64]:
+        """Half side lengths, shape ``(d,)``."""
+        return np.asarray(0.5 * (self.upper - self.lower))
+
+    def project(self, x: ArrayLike) -> NDArray[np.float64]:
+        return np.clip(check.points(x, "x", dim=self.dim), self.lower, self.upper)
+
+    def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
+        M = check.matrix(A, "A", shape=(None, self.dim))
+        shift = M @ self.center + (0.0 if c is None else check.vector(c, "c", size=M.shape[0]))
+        r = self.half_widths
+        # two valid bounds: row by row, and the ball around the box
+        rowwise = float(np.linalg.norm(np.abs(shift) + np.abs(M) @ r)) * (1 + 1e-13)
+        ball = spectral_norm_upper(M * r) * np.sqrt(self.dim) * (1 + 1e-15) + _offset_norm(shift, M.shape[0])
+        return min(rowwise, float(ball))
+
+    def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
+        u = check.rng_from(rng).random((check.count(n, "n"), self.dim))
+        return np.asarray(self.lower + u * (self.upper - self.lower))
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PointSet(Domain):
+    """A finite set of tokens, such as a vocabulary's embeddings."""
+
+    points: NDArray[np.float64]
+
+    def __init__(self, points: ArrayLike) -> None:
+        object.__setattr__(self, "points", check.frozen(check.points(points)))
+
+    @property
+    def dim(self) -> int:
+        return int(self.points.shape[1])
+
+    def project(self, x: ArrayLike) -> NDArray[np.float64]:
+        """Nearest point of the set."""
+        from scipy.spatial import cKDTree
+
+        return np.asarray(self.points[cKDTree(self.points).query(check.points(x, "x", dim=self.dim))[1]])
+
+    def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
+        M = check.matrix(A, "A", shape=(None, self.dim))
+        shift = np.zeros(M.shape[0]) if c is None else check.vector(c, "c", size=M.shape[0])
+        return float(np.linalg.norm(self.points @ M.T + shift, axis=1).max()) * (1 + 1e-12)
+
+    def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
+        return np.asarray(self.points[check.rng_from(rng).integers(len(self.points), size=check.count(n, "n"))])
+
+
+def _offset_norm(c: ArrayLike | None, size: int) -> float:
+    if c is None:
+        return 0.0
+    return float(np.linalg.norm(check.vector(c, "c", size=size))) * (1 + 1e-14)
+
+
+def _unit_ball(n: int, dim: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    z = rng.standard_normal((check.count(n, "n"), dim))
+    z /= np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-300)
+    return np.asarray(z * rng.random((n, 1)) ** (1.0 / dim))
