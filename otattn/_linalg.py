@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["lambda_max_upper", "polar_factor", "psd_eigh", "psd_sqrt", "spectral_norm", "spectral_norm_upper", "symmetrize"]
+__all__ = [
+    "lambda_max_upper",
+    "polar_factor",
+    "psd_eigh",
+    "psd_sqrt",
+    "spectral_norm",
+    "spectral_norm_upper",
+    "symmetrize",
+]
 
 _EPS = float(np.finfo(np.float64).eps)
 

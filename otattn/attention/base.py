@@ -13,7 +13,7 @@ from otattn.attention.jacobian import JacobianOperator
 from otattn.errors import NotGaussianPreservingError
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete, as_spacetime
 
-__all__ = ["MEMORY_BUDGET", "AttentionMap", "Measure"]
+__all__ = ["MEMORY_BUDGET", "AttentionMap", "Measure", "block_rows"]
 
 Array = NDArray[np.float64]
 Measure = DiscreteMeasure | SpaceTimeMeasure
@@ -25,8 +25,8 @@ MEMORY_BUDGET = 256 * 2**20
 class AttentionMap(ABC):
     """A map that moves each token by a function of the whole measure, ``x -> Gamma_mu(x)``.
 
-    Subclasses are immutable. A measure is a :class:`DiscreteMeasure`, an ``(n, d)`` array (uniform weights) or, for
-    causal maps, a :class:`SpaceTimeMeasure` (an array is then the sequence of its rows).
+    Subclasses are immutable. A measure is a :class:`DiscreteMeasure`, an ``(n, d)`` array (uniform weights)
+    or, for causal maps, a :class:`SpaceTimeMeasure` (an array is then the sequence of its rows).
     """
 
     @property
@@ -44,8 +44,8 @@ class AttentionMap(ABC):
         """True when the map needs the times of a space-time measure."""
         return False
 
-    # What subclasses implement. ``times`` (m,) are the times of the rows of ``x``: a row sees only atoms that are
-    # not later; None means that every row sees every atom.
+    # What subclasses implement. ``times`` (m,) are the times of the rows of ``x``: a row sees only atoms that
+    # are not later; None means that every row sees every atom.
     @abstractmethod
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array: ...
 
@@ -54,6 +54,11 @@ class AttentionMap(ABC):
 
     @abstractmethod
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator: ...
+
+    @property
+    def _kernels(self) -> int:
+        """How many n x n arrays a Jacobian of this map would like to keep."""
+        return 1
 
     def as_measure(self, mu: Any) -> Measure:
         """``mu`` as the kind of measure that the map acts on, with its dimension checked."""
@@ -67,9 +72,14 @@ class AttentionMap(ABC):
             out = as_spacetime(mu)
         else:
             out = mu if isinstance(mu, SpaceTimeMeasure) else as_discrete(mu)
-        if self.in_dim is not None and out.dim != self.in_dim:
-            raise ValueError(f"mu must live in dimension {self.in_dim}, received {out.dim}; check A, V or the points.")
+        self._check_dim(out.dim)
         return out
+
+    def _check_dim(self, dim: int) -> None:
+        if self.in_dim is not None and dim != self.in_dim:
+            raise ValueError(
+                f"mu must live in dimension {self.in_dim}, received {dim}; check A, V or the points."
+            )
 
     def _times(self, x: Array, mu: Measure, times: ArrayLike | None) -> Array | None:
         if not self.causal:
@@ -79,8 +89,8 @@ class AttentionMap(ABC):
             return check.vector(times, "times", size=len(x))
         if x.shape != mu.points.shape:
             raise ValueError(
-                f"times must give the time of each row of x for a causal map, received None for {len(x)} rows "
-                f"(the measure has {mu.n} atoms); pass times=."
+                f"times must give the time of each row of x for a causal map, received None for {len(x)} "
+                f"rows (the measure has {mu.n} atoms); pass times=."
             )
         return mu.times
 
@@ -94,13 +104,25 @@ class AttentionMap(ABC):
         x : array_like (m, d)
         mu : measure or array_like (n, d)
         times : array_like (m,), optional
-            Times of the rows of ``x``, for causal maps (the atoms' own times when ``x`` has their shape).
+            Times of the rows of ``x``, for causal maps (the atoms' own times when ``x`` has their shape);
+            maps without a mask see every atom and ignore them.
         block_size : int, optional
             Rows handled at once; chosen from the memory budget by default.
+
+        Raises
+        ------
+        ValueError
+            Shapes that do not fit; a row of a causal map that comes before every atom.
+        OverflowError
+            A value is not representable in float64 (unnormalised kernels with huge logits).
         """
         measure = self.as_measure(mu)
         rows = check.points(x, "x", dim=measure.dim)
-        return self._apply(rows, measure, self._times(rows, measure, times), _block(block_size))
+        return _finite(self._apply(rows, measure, self._times(rows, measure, times), _block(block_size)))
+
+    def _at_atoms(self, measure: Measure) -> Array:
+        """The values at the atoms themselves (the array is passed on uncopied: compositions recognise it)."""
+        return _finite(self._apply(measure.points, measure, self._times(measure.points, measure, None), None))
 
     @overload
     def pushforward(self, mu: GaussianMeasure) -> GaussianMeasure: ...
@@ -119,25 +141,32 @@ class AttentionMap(ABC):
         if isinstance(mu, GaussianMeasure):
             return mu.pushforward_affine(*self.gaussian_affine(mu))
         measure = self.as_measure(mu)
-        return measure._with_points(self(measure.points, measure))
+        return measure._with_points(self._at_atoms(measure))
 
     def on_tokens(self, X: ArrayLike) -> Array:
         """``f(X)``: the map at the tokens themselves, ``(n, d) -> (n, e)``."""
         measure = self.as_measure(check.points(X, "X", dim=self.in_dim))
-        return self(measure.points, measure)
+        return self._at_atoms(measure)
 
     def jacobian(self, mu: Any, *, block_size: int | None = None) -> JacobianOperator:
-        """``D_X f`` at the atoms of ``mu`` (weights kept fixed), a linear operator ``(n d,) -> (n e,)``."""
+        """``D_X f`` at the atoms of ``mu`` (weights kept fixed), a linear operator ``(n d,) -> (n e,)``.
+
+        The kernels of all heads and layers are kept between products when together they fit half the memory
+        budget and no ``block_size`` is given; otherwise each product computes them again, in blocks of rows.
+        """
         measure = self.as_measure(mu)
-        return self._jacobian(measure, self._times(measure.points, measure, None), _block(block_size))
+        rows, n = _block(block_size), measure.n
+        if rows is None and 8 * n * n * self._kernels > MEMORY_BUDGET // 2:
+            rows = block_rows(n, n)
+        return self._jacobian(measure, self._times(measure.points, measure, None), rows)
 
     def field_jacobian(
         self, x: ArrayLike, mu: Any, *, times: ArrayLike | None = None, block_size: int | None = None
     ) -> Array:
-        """``D_x Gamma_mu(x)`` at the rows of ``x (m, d)`` with the measure kept fixed; returns ``(m, e, d)``."""
+        """``D_x Gamma_mu(x)`` at the rows of ``x (m, d)``, the measure kept fixed; returns ``(m, e, d)``."""
         measure = self.as_measure(mu)
         rows = check.points(x, "x", dim=measure.dim)
-        return self._field(rows, measure, self._times(rows, measure, times), _block(block_size))
+        return _finite(self._field(rows, measure, self._times(rows, measure, times), _block(block_size)))
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """Matrix ``G (e, d)`` and offset ``b (e,)`` with ``Gamma_mu(x) = G x + b`` for a Gaussian ``mu``."""
@@ -145,6 +174,24 @@ class AttentionMap(ABC):
             f"{type(self).__name__} does not map Gaussian measures to Gaussian measures; "
             "softmax, L2, Sinkhorn and linear attention do. Sample the Gaussian instead."
         )
+
+
+def block_rows(m: int, n: int, width: int = 4) -> int:
+    """How many of m rows of n entries to handle at once: ``width`` such blocks fit the memory budget.
+
+    Blocks much above the cache gain nothing, below 256 rows the matrix products lose speed.
+    """
+    fit = MEMORY_BUDGET // (8 * width * max(n, 1))
+    return max(1, min(m, fit, max(256, 2**21 // max(n, 1))))
+
+
+def _finite(values: Array) -> Array:
+    if not np.isfinite(values).all():
+        raise OverflowError(
+            "a value of the map is not representable in float64; scale the tokens, A or V down, or use a "
+            "normalised kernel (softmax)."
+        )
+    return values
 
 
 def _block(block_size: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.measures import GaussianMeasure
+from otattn.measures import GaussianMeasure, SpaceTimeMeasure
 
 __all__ = ["Compose", "Residual", "TransformerBlock"]
 
@@ -43,8 +44,8 @@ class Residual(AttentionMap):
             raise TypeError(f"map must be an attention map, received {type(map).__name__}.")
         if map.out_dim is not None and map.out_dim != map.in_dim:
             raise ValueError(
-                f"a residual needs values in the space of the tokens, received {map.in_dim} -> {map.out_dim}; "
-                "add an output matrix with MultiHeadAttention([head], [W])."
+                f"a residual needs values in the space of the tokens, received {map.in_dim} -> "
+                f"{map.out_dim}; add an output matrix with MultiHeadAttention([head], [W])."
             )
         object.__setattr__(self, "map", map)
         object.__setattr__(self, "scale", check.as_float_array(scale, "scale", ndim=0).item())
@@ -60,6 +61,10 @@ class Residual(AttentionMap):
     @property
     def causal(self) -> bool:
         return self.map.causal
+
+    @property
+    def _kernels(self) -> int:
+        return self.map._kernels
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return x + self.scale * self.map._apply(x, mu, times, block_size)
@@ -86,6 +91,7 @@ class Residual(AttentionMap):
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """``(I + scale G) x + scale b``."""
+        self._check_dim(gaussian.dim)
         G, b = self.map.gaussian_affine(gaussian)
         return np.eye(gaussian.dim) + self.scale * G, self.scale * b
 
@@ -99,7 +105,8 @@ class Compose(AttentionMap):
     Examples
     --------
     >>> from otattn.attention import LayerNorm, SoftmaxAttention
-    >>> Compose(LayerNorm([1.0, 1.0]), SoftmaxAttention([[0.0] * 2] * 2, [[1.0, 0.0]])).on_tokens([[0.0, 2.0]])
+    >>> averaging = SoftmaxAttention([[0.0] * 2] * 2, [[1.0, 0.0]])
+    >>> Compose(LayerNorm([1.0, 1.0]), averaging).on_tokens([[0.0, 2.0]])
     array([[-1.]])
     """
 
@@ -108,7 +115,7 @@ class Compose(AttentionMap):
     def __init__(self, *maps: AttentionMap) -> None:
         if not maps or not all(isinstance(m, AttentionMap) for m in maps):
             raise TypeError(f"maps must be one or more attention maps, received {maps!r}.")
-        for first, second in zip(maps[:-1], maps[1:], strict=True):
+        for first, second in pairwise(maps):
             if None not in (first.out_dim, second.in_dim) and first.out_dim != second.in_dim:
                 raise ValueError(
                     f"maps must fit: {type(first).__name__} gives dimension {first.out_dim}, "
@@ -128,19 +135,24 @@ class Compose(AttentionMap):
     def causal(self) -> bool:
         return any(m.causal for m in self.maps)
 
+    @property
+    def _kernels(self) -> int:
+        return sum(m._kernels for m in self.maps)
+
     def _stages(self, mu: Measure, block_size: int | None) -> list[Measure]:
         """The measure before each map."""
         stages = [mu]
         for m in self.maps[:-1]:
             nu = stages[-1]
-            times = getattr(nu, "times", None) if m.causal else None
-            stages.append(nu._with_points(m._apply(nu.points, nu, times, block_size)))
+            stages.append(nu._with_points(m._apply(nu.points, nu, _own_times(m, nu), block_size)))
         return stages
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        # points and times of a measure never change, so the same array means the atoms themselves: then their
+        # images are known up to the last map. Equal copies take the general way, to the same values.
         own = x is mu.points and (times is None or times is getattr(mu, "times", None))
         stages = self._stages(mu, block_size)
-        if own:  # the tokens are the atoms: their images are known up to the last map
+        if own:
             m, nu = self.maps[-1], stages[-1]
             return m._apply(nu.points, nu, times if m.causal else None, block_size)
         for m, nu in zip(self.maps, stages, strict=True):
@@ -159,7 +171,7 @@ class Compose(AttentionMap):
 
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
         parts = [
-            m._jacobian(nu, getattr(nu, "times", None) if m.causal else None, block_size)
+            m._jacobian(nu, _own_times(m, nu), block_size)
             for m, nu in zip(self.maps, self._stages(mu, block_size), strict=True)
         ]
 
@@ -183,12 +195,18 @@ class Compose(AttentionMap):
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """The composition of the affine maps along the pushed Gaussians."""
+        self._check_dim(gaussian.dim)
         matrix, offset = np.eye(gaussian.dim), np.zeros(gaussian.dim)
         for m in self.maps:
             G, b = m.gaussian_affine(gaussian)
             matrix, offset = G @ matrix, G @ offset + b
             gaussian = gaussian.pushforward_affine(G, b)
         return matrix, offset
+
+
+def _own_times(m: AttentionMap, mu: Measure) -> Array | None:
+    """The times of the atoms, for a map that needs them."""
+    return mu.times if m.causal and isinstance(mu, SpaceTimeMeasure) else None
 
 
 class TransformerBlock(Compose):

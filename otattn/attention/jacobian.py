@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator
+
+from otattn import _validate as check
 
 __all__ = ["JacobianOperator"]
 
@@ -28,6 +30,12 @@ class JacobianOperator(LinearOperator):
         Its adjoint for the Euclidean inner products.
     dense : callable () -> (n, e, n, d), optional
         A direct assembly, where one is cheaper than ``n d`` products.
+
+    Examples
+    --------
+    >>> J = JacobianOperator(2, 1, 1, jvp=lambda v: 2.0 * v, vjp=lambda g: 2.0 * g)
+    >>> J.matvec([1.0, 3.0]), J.shape
+    (array([2., 6.]), (2, 2))
     """
 
     def __init__(
@@ -44,13 +52,13 @@ class JacobianOperator(LinearOperator):
         self.n, self.d, self.e = n, d, e
         self._jvp, self._vjp, self._dense = jvp, vjp, dense
 
-    def jvp(self, direction: Array) -> Array:
-        """``D_X f`` applied to token displacements ``(n, d)``; returns ``(n, e)``."""
-        return self._jvp(np.asarray(direction, dtype=np.float64).reshape(self.n, self.d))
+    def jvp(self, direction: ArrayLike) -> Array:
+        """``D_X f`` applied to token displacements ``(n, d)`` (or flat, ``(n d,)``); returns ``(n, e)``."""
+        return _finite(self._jvp(_tokens(direction, "direction", self.n, self.d)))
 
-    def vjp(self, cotangent: Array) -> Array:
-        """The adjoint applied to ``(n, e)``; returns ``(n, d)``."""
-        return self._vjp(np.asarray(cotangent, dtype=np.float64).reshape(self.n, self.e))
+    def vjp(self, cotangent: ArrayLike) -> Array:
+        """The adjoint applied to ``(n, e)`` (or flat, ``(n e,)``); returns ``(n, d)``."""
+        return _finite(self._vjp(_tokens(cotangent, "cotangent", self.n, self.e)))
 
     def _matvec(self, x: Array) -> Array:
         return self.jvp(x).reshape(-1)
@@ -59,16 +67,28 @@ class JacobianOperator(LinearOperator):
         return self.vjp(x).reshape(-1)
 
     def to_dense(self) -> Array:
-        """The matrix ``(n e, n d)``; costs its memory and, without a direct assembly, ``n min(d, e)`` products."""
+        """The matrix ``(n e, n d)``; costs its memory and, unless assembled, ``n min(d, e)`` products."""
         if self._dense is not None:
             return self._dense().reshape(self.shape)
         if self.d <= self.e:
             return np.stack([self.matvec(row) for row in np.eye(self.shape[1])], axis=1)
         return np.stack([self.rmatvec(row) for row in np.eye(self.shape[0])], axis=0)
 
-    def reweighted(self, weights: Array) -> JacobianOperator:
-        """``W^{1/2} J W^{-1/2}`` with ``W = diag(weights)`` per token: the operator in ``L^2(mu)``; weights positive."""
-        root = np.sqrt(weights)[:, None]
+    def reweighted(self, weights: ArrayLike) -> JacobianOperator:
+        """``W^{1/2} J W^{-1/2}`` with ``W = diag(weights)`` per token: the operator in ``L^2(mu)``.
+
+        Raises
+        ------
+        ValueError
+            A weight is not positive: drop atoms of zero weight first (``mu.support()``).
+        """
+        w = check.vector(weights, "weights", size=self.n)
+        if not (w > 0).all():
+            raise ValueError(
+                f"weights must be positive, received a smallest entry of {w.min():g}; "
+                "take the Jacobian at mu.support(), which drops atoms of zero weight."
+            )
+        root = np.sqrt(w)[:, None]
         dense = self._dense
         return JacobianOperator(
             self.n,
@@ -76,5 +96,25 @@ class JacobianOperator(LinearOperator):
             self.e,
             jvp=lambda v: root * self._jvp(v / root),
             vjp=lambda g: self._vjp(g * root) / root,
-            dense=None if dense is None else lambda: dense() * root[:, None, None] / root,
+            # as ratios of neighbouring roots, so that extreme weights neither overflow nor vanish
+            dense=None if dense is None else lambda: dense() * (root / root[:, 0])[:, None, :, None],
         )
+
+
+def _tokens(value: ArrayLike, name: str, n: int, width: int) -> Array:
+    array = np.asarray(value, dtype=np.float64)
+    if array.shape not in ((n, width), (n * width,), (n * width, 1)):
+        raise ValueError(
+            f"{name} must have shape ({n}, {width}) or ({n * width},), received {array.shape}; "
+            "one row a token."
+        )
+    return array.reshape(n, width)
+
+
+def _finite(value: Array) -> Array:
+    if not np.isfinite(value).all():
+        raise OverflowError(
+            "a product with the Jacobian is not representable in float64 (or the direction was not finite); "
+            "scale the tokens, A or the direction down."
+        )
+    return value

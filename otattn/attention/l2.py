@@ -11,6 +11,7 @@ from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.measures import GaussianMeasure
 
 __all__ = ["L2Attention"]
@@ -71,10 +72,11 @@ class L2Attention(AttentionMap):
         return self._kernel(mu, times, block_size).field(x, times)
 
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return self._kernel(mu, times, block_size).jacobian(times)
+        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
-        r"""``Gamma(x) = V (I + 2 Sigma K^T K)^{-1} (alpha + 2 Sigma K^T Q x)``: no inverse of Sigma is taken."""
+        """``Gamma(x) = V (I + 2 Sigma K^T K)^{-1} (alpha + 2 Sigma K^T Q x)``: Sigma is not inverted."""
+        self._check_dim(gaussian.dim)
         S = gaussian.cov
         N = np.eye(self.in_dim) + 2.0 * S @ self.K.T @ self.K
         # eigenvalues of Sigma K^T K are non-negative, so N is invertible for every PSD Sigma

@@ -17,20 +17,36 @@ from otattn.attention.softmax import SoftmaxAttention
 __all__ = ["MaskedAttention"]
 
 Array = NDArray[np.float64]
-_MASKABLE = (SoftmaxAttention, L2Attention, PointwiseAttention, MultiHeadAttention)
+
+
+def _maskable(attention: AttentionMap) -> bool:
+    if isinstance(attention, MultiHeadAttention):
+        return all(_maskable(h) for h in attention.heads)
+    return isinstance(attention, (SoftmaxAttention, L2Attention, PointwiseAttention))
+
+
+def _describe(attention: AttentionMap) -> str:
+    name = type(attention).__name__
+    if isinstance(attention, MultiHeadAttention):
+        return f"{name} of {sorted({_describe(h) for h in attention.heads})}"
+    return f"masked {name}" if isinstance(attention, AttentionMap) and attention.causal else name
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class MaskedAttention(AttentionMap):
     r"""Causal attention: the token ``(s, x)`` sees only atoms ``(tau, y)`` with ``tau <= s``.
 
-    On a measure over ``[0, 1] x R^d`` it is ``(s, x) -> (s, Gamma_{mu restricted to tau <= s}(x))``; a sequence
-    ``(n, d)`` is the measure with token i at time ``i / n``, which gives the usual lower-triangular mask.
+    On a measure over ``[0, 1] x R^d`` it is ``(s, x) -> (s, Gamma_{mu restricted to tau <= s}(x))``; a
+    sequence ``(n, d)`` is the measure with token i at time ``i / n``, which gives the usual lower-triangular
+    mask.
 
     Parameters
     ----------
     attention : SoftmaxAttention, L2Attention, pointwise or MultiHeadAttention
         The unmasked attention. Sinkhorn attention has no causal form.
+
+    A token of zero weight that comes before all mass sees the atoms of zero weight that are not later than
+    it, all alike (the limit of equal vanishing weights); no other output ever depends on them.
 
     Raises
     ------
@@ -51,14 +67,11 @@ class MaskedAttention(AttentionMap):
     attention: AttentionMap
 
     def __init__(self, attention: AttentionMap) -> None:
-        if not isinstance(attention, _MASKABLE) or attention.causal:
+        if not isinstance(attention, AttentionMap) or attention.causal or not _maskable(attention):
             raise TypeError(
                 "attention must be softmax, L2, pointwise or multi-head attention without a mask, received "
-                f"{type(attention).__name__}; Sinkhorn kernels and compositions have no causal form."
+                f"{_describe(attention)}; Sinkhorn kernels and compositions have no causal form."
             )
-        if isinstance(attention, MultiHeadAttention) and not all(isinstance(h, _MASKABLE) for h in attention.heads):
-            kinds = sorted({type(h).__name__ for h in attention.heads})
-            raise TypeError(f"every head must be softmax, L2 or pointwise attention, received {kinds}.")
         object.__setattr__(self, "attention", attention)
 
     @property
@@ -72,6 +85,10 @@ class MaskedAttention(AttentionMap):
     @property
     def causal(self) -> bool:
         return True
+
+    @property
+    def _kernels(self) -> int:
+        return self.attention._kernels
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self.attention._apply(x, mu, times, block_size)

@@ -61,11 +61,15 @@ class MultiHeadAttention(AttentionMap):
         if len({h.in_dim for h in hs}) > 1:
             raise ValueError(f"heads must act on one space, received dimensions {[h.in_dim for h in hs]}.")
         if len({h.causal for h in hs}) > 1:
-            raise ValueError("heads must be all masked or all unmasked; wrap the whole in MaskedAttention instead.")
+            raise ValueError(
+                "heads must be all masked or all unmasked; wrap the whole in MaskedAttention instead."
+            )
         ws: tuple[Array, ...] | None = None
         if outputs is not None:
             if len(outputs) != len(hs):
-                raise ValueError(f"outputs must give one matrix a head, received {len(outputs)} for {len(hs)} heads.")
+                raise ValueError(
+                    f"outputs must give one matrix a head, received {len(outputs)} for {len(hs)} heads."
+                )
             ws = tuple(
                 check.frozen(check.matrix(W, f"outputs[{i}]", shape=(None, h.out_dim)))
                 for i, (W, h) in enumerate(zip(outputs, hs, strict=True))
@@ -73,11 +77,16 @@ class MultiHeadAttention(AttentionMap):
             if len({len(W) for W in ws}) > 1:
                 raise ValueError(f"outputs must have equally many rows, received {[len(W) for W in ws]}.")
         elif len({h.out_dim for h in hs}) > 1:
-            raise ValueError(f"heads that are summed must have values of one dimension, received {[h.out_dim for h in hs]}.")
+            raise ValueError(
+                "heads that are summed must have values of one dimension, received "
+                f"{[h.out_dim for h in hs]}; give outputs."
+            )
         object.__setattr__(self, "heads", hs)
         object.__setattr__(self, "outputs", ws)
         size = self.out_dim
-        bias = None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=size))
+        bias = (
+            None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=size))
+        )
         object.__setattr__(self, "output_bias", bias)
 
     @property
@@ -91,6 +100,10 @@ class MultiHeadAttention(AttentionMap):
     @property
     def causal(self) -> bool:
         return self.heads[0].causal
+
+    @property
+    def _kernels(self) -> int:
+        return sum(h._kernels for h in self.heads)
 
     def _output(self, h: int, values: Array) -> Array:
         return values if self.outputs is None else values @ self.outputs[h].T
@@ -133,8 +146,11 @@ class MultiHeadAttention(AttentionMap):
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """Sum over heads of ``W_h (b_h + G_h x)``."""
+        self._check_dim(gaussian.dim)
         maps = [h.gaussian_affine(gaussian) for h in self.heads]
         if self.outputs is not None:
             maps = [(W @ G, W @ b) for W, (G, b) in zip(self.outputs, maps, strict=True)]
         offset = self._sum(b for _, b in maps)
-        return self._sum(G for G, _ in maps), offset if self.output_bias is None else offset + self.output_bias
+        return self._sum(
+            G for G, _ in maps
+        ), offset if self.output_bias is None else offset + self.output_bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,14 +11,133 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
 from otattn import _validate as check
+from otattn.attention import base
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Head, Pointwise, PointwiseKernel
+from otattn.attention.kernels import Head, Kernel, blocks
 from otattn.measures import GaussianMeasure
 
-__all__ = ["ExponentialAttention", "LinearAttention", "PointwiseAttention", "ReLUAttention", "SigmoidAttention"]
+__all__ = [
+    "ExponentialAttention",
+    "LinearAttention",
+    "PointwiseAttention",
+    "ReLUAttention",
+    "SigmoidAttention",
+]
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A scalar function h of the logit with its derivative, both vectorised; neither changes its argument."""
+
+    value: Callable[[Array], Array]
+    derivative: Callable[[Array], Array]
+
+
+class PointwiseKernel(Kernel):
+    """Weights ``w_j h(l_ij)`` without normalisation, in row blocks."""
+
+    def __init__(
+        self,
+        head: Head,
+        h: Pointwise,
+        y: Array,
+        weights: Array,
+        *,
+        times: Array | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        super().__init__(head, y, weights, times, block_size)
+        # atoms of zero weight never enter, not even through an overflow of h
+        live = np.where(weights[:, None] > 0, y, 0.0)
+        self.K, self.Vy = live @ head.Wk.T, live @ head.V.T
+        self.h = h
+
+    def weights_of(
+        self, Q: Array, times: Array | None, rows: slice, *functions: Callable[[Array], Array]
+    ) -> list[Array]:
+        """``w_j f(l_ij)`` on a block of rows for each function f; zero where the mask hides the atom."""
+        S = Q[rows] @ self.K.T
+        hidden = self.hidden(times, rows)
+        if hidden is not None:
+            S[hidden] = 0.0  # what is not seen must not overflow either
+        out = []
+        for f in functions:
+            H = f(S)
+            H *= self.weights
+            if hidden is not None:
+                H[hidden] = 0.0
+            out.append(H)
+        return out
+
+    def apply(self, x: Array, times: Array | None) -> Array:
+        """``Gamma`` at the rows of x."""
+        Q = x @ self.head.Wq.T
+        out = np.empty((len(x), self.head.e))
+        for rows in blocks(len(x), self.n, self.block_size):
+            out[rows] = self.weights_of(Q, times, rows, self.h.value)[0] @ self.Vy
+        return out
+
+    def field(self, x: Array, times: Array | None) -> Array:
+        """``D_x Gamma``: ``sum_j w_j h'(l_ij) v_j k_j^T W_q``."""
+        Q = x @ self.head.Wq.T
+        out = np.empty((len(x), self.head.e, self.head.d))
+        for rows in self.field_blocks(len(x)):
+            H = self.weights_of(Q, times, rows, self.h.derivative)[0]
+            values = np.swapaxes(H[:, :, None] * self.Vy, 1, 2)
+            out[rows] = (values @ self.K) @ self.head.Wq
+        return out
+
+    def jacobian(self, times: Array | None) -> JacobianOperator:
+        """Products with the derivative at the atoms; the kernels are kept when they fit half the budget."""
+        head, n = self.head, self.n
+        Q = self.y @ head.Wq.T
+        cut = list(blocks(n, n, self.block_size))
+
+        def compute(rows: slice) -> list[Array]:
+            return self.weights_of(Q, times, rows, self.h.value, self.h.derivative)
+
+        keep = self.block_size is None and 16 * n * n <= base.MEMORY_BUDGET // 2
+        stored = [compute(rows) for rows in cut] if keep else None
+
+        def kernels() -> Iterator[tuple[slice, Array, Array]]:
+            for i, rows in enumerate(cut):
+                H, D = stored[i] if stored is not None else compute(rows)
+                yield rows, H, D
+
+        def jvp(direction: Array) -> Array:
+            dQ, dK, dV = direction @ head.Wq.T, direction @ head.Wk.T, direction @ head.V.T
+            out = np.empty((n, head.e))
+            for rows, H, D in kernels():
+                T = dQ[rows] @ self.K.T
+                T += Q[rows] @ dK.T
+                T *= D
+                out[rows] = T @ self.Vy + H @ dV
+            return out
+
+        def vjp(cotangent: Array) -> Array:
+            dQ, dK, dV = np.empty_like(Q), np.zeros_like(self.K), np.zeros_like(self.Vy)
+            for rows, H, D in kernels():
+                T = cotangent[rows] @ self.Vy.T
+                T *= D
+                dQ[rows] = T @ self.K
+                dK += T.T @ Q[rows]
+                dV += H.T @ cotangent[rows]
+            return dQ @ head.Wq + dK @ head.Wk + dV @ head.V
+
+        def dense() -> Array:
+            out = np.empty((n, head.e, n, head.d))
+            G = Q @ head.Wk
+            for rows, H, D in kernels():
+                part = H[:, None, :, None] * head.V[None, :, None, :]
+                part += (D[:, :, None] * self.Vy).swapaxes(1, 2)[..., None] * G[rows, None, None, :]
+                out[rows] = part
+            out[np.arange(n), :, np.arange(n)] += self.field(self.y, times)
+            return out
+
+        return JacobianOperator(n, head.d, head.e, jvp=jvp, vjp=vjp, dense=dense)
 
 
 def _exp(S: Array) -> Array:
@@ -51,7 +171,9 @@ class PointwiseAttention(AttentionMap):
     def __init__(self, A: ArrayLike, V: ArrayLike) -> None:
         form = check.matrix(A, "A")
         if form.shape[0] != form.shape[1]:
-            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q.")
+            raise ValueError(
+                f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q."
+            )
         object.__setattr__(self, "A", check.frozen(form))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, len(form)))))
 
@@ -63,13 +185,19 @@ class PointwiseAttention(AttentionMap):
     def out_dim(self) -> int:
         return int(self.V.shape[0])
 
+    @property
+    def _kernels(self) -> int:
+        return 2
+
     def head(self) -> Head:
         """The linear maps of the head."""
         return Head(self.A, np.eye(self.in_dim), self.V)
 
     def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> PointwiseKernel:
         atom_times = getattr(mu, "times", None) if times is not None else None
-        return PointwiseKernel(self.head(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size)
+        return PointwiseKernel(
+            self.head(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size
+        )
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)
@@ -118,6 +246,7 @@ class LinearAttention(PointwiseAttention):
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """``Gamma(x) = V (Sigma + alpha alpha^T) A x``."""
+        self._check_dim(gaussian.dim)
         second = gaussian.cov + np.outer(gaussian.mean, gaussian.mean)
         return self.V @ second @ self.A, np.zeros(self.out_dim)
 
@@ -125,7 +254,8 @@ class LinearAttention(PointwiseAttention):
 class ExponentialAttention(PointwiseAttention):
     """Unnormalised exponential attention, ``h(s) = exp(s)``.
 
-    Logits above 709 raise an OverflowError (the value is not representable).
+    Logits above 709 raise an OverflowError (the value is not representable): of every row that is asked for,
+    atoms of zero weight included, against the atoms of positive weight that it sees.
 
     Examples
     --------

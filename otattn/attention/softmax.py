@@ -11,6 +11,7 @@ from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.measures import GaussianMeasure
 
 __all__ = ["SoftmaxAttention"]
@@ -60,11 +61,18 @@ class SoftmaxAttention(AttentionMap):
     """``(scale * Q, K, scale * b_Q)`` when built by :meth:`from_qkv`; products then run in head space."""
 
     def __init__(
-        self, A: ArrayLike, V: ArrayLike, *, bias: ArrayLike | None = None, value_bias: ArrayLike | None = None
+        self,
+        A: ArrayLike,
+        V: ArrayLike,
+        *,
+        bias: ArrayLike | None = None,
+        value_bias: ArrayLike | None = None,
     ) -> None:
         form = check.matrix(A, "A")
         if form.shape[0] != form.shape[1]:
-            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; for factors use from_qkv.")
+            raise ValueError(
+                f"A must be square, (d, d), received shape {form.shape}; for factors use from_qkv."
+            )
         d = len(form)
         values = check.matrix(V, "V", shape=(None, d))
         self._fill(
@@ -158,13 +166,14 @@ class SoftmaxAttention(AttentionMap):
         return self._kernel(mu, times, block_size).field(x, times)
 
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return self._kernel(mu, times, block_size).jacobian(times)
+        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         r"""``Gamma(x) = V (alpha + Sigma (A x + c)) + b_V`` for ``mu = N(alpha, Sigma)``.
 
         Tilting a Gaussian by ``exp <g, y>`` moves its mean by ``Sigma g``.
         """
+        self._check_dim(gaussian.dim)
         S = gaussian.cov
         centre = gaussian.mean if self.bias is None else gaussian.mean + S @ self.bias
         offset = self.V @ centre

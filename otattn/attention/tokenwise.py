@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,10 @@ Array = NDArray[np.float64]
 
 class TokenwiseMap(AttentionMap):
     """A map ``x -> phi(x)`` that does not depend on the measure."""
+
+    @property
+    def _kernels(self) -> int:
+        return 0
 
     @abstractmethod
     def _map(self, x: Array) -> Array: ...
@@ -100,7 +105,11 @@ class LayerNorm(TokenwiseMap):
         return int(self.gain.size)
 
     def _centred(self, x: Array) -> Array:
-        return x - x.mean(axis=1, keepdims=True) if self.center else x
+        if not self.center:
+            return x
+        # differences of entries first: the mean of equal or far-offset entries rounds
+        y = x - x[:, :1]
+        return np.asarray(y - y.mean(axis=1, keepdims=True))
 
     def _standard(self, x: Array) -> tuple[Array, Array]:
         """The standardised tokens and their scales ``sqrt(var + eps)``."""
@@ -145,14 +154,15 @@ class RMSNorm(LayerNorm):
 
 
 def _gelu_derivative(s: Array) -> Array:
-    return np.asarray(ndtr(s) + s * np.exp(-0.5 * s * s) / np.sqrt(2.0 * np.pi))
+    # beyond 40 the density is below the smallest float; clipped so that the square does not overflow
+    return np.asarray(ndtr(s) + s * np.exp(-0.5 * np.clip(s, -40.0, 40.0) ** 2) / np.sqrt(2.0 * np.pi))
 
 
 def _silu_derivative(s: Array) -> Array:
     return np.asarray(expit(s) * (1.0 + s * expit(-s)))
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "relu": (lambda s: np.maximum(s, 0.0), lambda s: (s > 0).astype(np.float64)),
     "gelu": (lambda s: s * ndtr(s), _gelu_derivative),
     "silu": (lambda s: s * expit(s), _silu_derivative),
@@ -203,7 +213,11 @@ class MLP(TokenwiseMap):
         down = check.matrix(W, "W", shape=(None, len(up)))
         object.__setattr__(self, "W", check.frozen(down))
         object.__setattr__(self, "activation", activation)
-        c = None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=len(down)))
+        c = (
+            None
+            if output_bias is None
+            else check.frozen(check.vector(output_bias, "output_bias", size=len(down)))
+        )
         object.__setattr__(self, "output_bias", c)
 
     @property

@@ -49,7 +49,14 @@ class Bound:
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
         plain = {k: v for k, v in self.details.items() if isinstance(v, (int, float, str, bool))}
-        return {"value": self.value, "kind": self.kind, "p": self.p, "n": self.n, "source": self.source, **plain}
+        return {
+            "value": self.value,
+            "kind": self.kind,
+            "p": self.p,
+            "n": self.n,
+            "source": self.source,
+            **plain,
+        }
 
     def __repr__(self) -> str:
         tokens = "any measure" if self.n is None else f"n={self.n}"

@@ -85,7 +85,9 @@ class DiscreteMeasure:
         """``f_# mu`` for a map ``(n, d) -> (n, e)`` applied to all atoms at once; the weights are kept."""
         y = check.points(f(self.points), "f(points)")
         if len(y) != self.n:
-            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
+            raise ValueError(
+                f"f must keep the number of points, received {len(y)} images for {self.n} atoms."
+            )
         return self._with_points(y)
 
     def _with_points(self, points: NDArray[np.float64]) -> DiscreteMeasure:
@@ -133,4 +135,8 @@ def as_discrete(mu: Any, name: str = "mu") -> DiscreteMeasure:
         return mu
     if isinstance(mu, (str, bytes, dict)) or (hasattr(mu, "cov") and hasattr(mu, "mean")):
         raise TypeError(f"{name} must be a DiscreteMeasure or an (n, d) array, received {type(mu).__name__}.")
-    return DiscreteMeasure(check.points(mu, name))
+    x = check.points(mu, name)
+    out = object.__new__(DiscreteMeasure)  # checked once, under the argument's own name
+    object.__setattr__(out, "points", check.frozen(x))
+    object.__setattr__(out, "weights", check.frozen(np.full(len(x), 1.0 / len(x))))
+    return out

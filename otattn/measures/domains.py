@@ -43,7 +43,7 @@ class Domain(ABC):
         return self.max_affine_norm(np.eye(self.dim))
 
     def contains(self, x: ArrayLike, *, tol: float = 1e-9) -> bool:
-        """True when every row of ``x`` lies within ``tol`` (relative to the size of the domain) of the domain."""
+        """True when every row of ``x`` lies within ``tol`` (relative to the domain's size) of the domain."""
         y = check.points(x, "x", dim=self.dim)
         gap = np.linalg.norm(self.project(y) - y, axis=1).max()
         return bool(gap <= tol * max(1e-300, self.max_norm))
@@ -51,7 +51,7 @@ class Domain(ABC):
 
 @dataclass(frozen=True, init=False)
 class Ball(Domain):
-    """The Euclidean ball ``{|x| <= radius}`` centred at the origin, in any dimension unless ``dim`` is given."""
+    """The Euclidean ball ``{|x| <= radius}`` centred at 0, in any dimension unless ``dim`` is given."""
 
     radius: float
     dim_: int | None
@@ -71,7 +71,9 @@ class Ball(Domain):
     def project(self, x: ArrayLike) -> NDArray[np.float64]:
         y = check.points(x, "x", dim=self.dim)
         norm = np.linalg.norm(y, axis=1, keepdims=True)
-        return np.asarray(y * np.minimum(1.0, self.radius / np.maximum(norm, 1e-300)))
+        # rounded inward, so that what is projected satisfies the bounds of the ball
+        shrink = (1.0 - 1e-15) * self.radius / np.maximum(norm, 1e-300)
+        return np.asarray(np.where(norm > self.radius, y * shrink, y))
 
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
         M = check.matrix(A, "A", shape=(None, self.dim))
@@ -120,7 +122,9 @@ class Ellipsoid(Domain):
             if z @ z > 1.0:
                 # |z(nu)| = 1 at the multiplier nu >= 0 of |z|^2 <= 1, z(nu) = s h / (s^2 + nu)
                 top = float(np.linalg.norm(s * h))
-                nu = brentq(lambda v, h=h: float(np.sum((s * h / (s**2 + v)) ** 2) - 1.0), 0.0, top, xtol=1e-300)
+                nu = brentq(
+                    lambda v, h=h: float(np.sum((s * h / (s**2 + v)) ** 2) - 1.0), 0.0, top, xtol=1e-300
+                )
                 z = s * h / (s**2 + nu)
                 z /= max(1.0, float(np.linalg.norm(z)))
             out[i] = U @ (s * z)
@@ -140,8 +144,8 @@ class Ellipsoid(Domain):
 class LayerNormDomain(Ellipsoid):
     """Where LayerNorm puts its tokens: ``gain * z + bias`` with ``sum z = 0`` and ``|z|^2 = d``.
 
-    That sphere is the boundary of the flat ellipsoid with ``E = sqrt(d) diag(gain) Q``, Q an orthonormal basis of
-    the centred vectors; measures on it are bounded by the ellipsoid.
+    That sphere is the boundary of the flat ellipsoid with ``E = sqrt(d) diag(gain) Q``, Q an orthonormal
+    basis of the centred vectors; measures on it are bounded by the ellipsoid.
     """
 
     gain: NDArray[np.float64]
@@ -149,23 +153,45 @@ class LayerNormDomain(Ellipsoid):
     def __init__(self, gain: ArrayLike, bias: ArrayLike | None = None) -> None:
         g = check.vector(gain, "gain")
         if g.size < 2:
-            raise ValueError(f"gain must have at least 2 entries, received {g.size}: a centred vector of R^1 is 0.")
+            raise ValueError(
+                f"gain must have at least 2 entries, received {g.size}: a centred vector of R^1 is 0."
+            )
         d = g.size
         basis = np.linalg.qr(np.column_stack([np.ones(d), np.eye(d)[:, : d - 1]]))[0][:, 1:]
-        super().__init__(np.sqrt(d) * g[:, None] * basis, bias)
+        b = None if bias is None else check.vector(bias, "bias", size=d)
+        super().__init__(np.sqrt(d) * g[:, None] * basis, b)
         object.__setattr__(self, "gain", check.frozen(g))
 
     def project(self, x: ArrayLike) -> NDArray[np.float64]:
-        """Radial map onto the sphere: undo gain and bias, centre, rescale to norm sqrt(d), redo them."""
+        """Radial map: undo gain and bias, centre, rescale to norm sqrt(d), redo them.
+
+        Coordinates of gain zero are not seen, so they are free to centre the others: one of them leaves a
+        sphere in the others, two or more leave its inside as well.
+        """
         y = check.points(x, "x", dim=self.dim) - self.center
-        z = np.divide(y, self.gain, out=np.zeros_like(y), where=self.gain != 0)
-        z -= z.mean(axis=1, keepdims=True)
-        norm = np.linalg.norm(z, axis=1, keepdims=True)
-        flat = norm[:, 0] == 0.0
-        if flat.any():  # the centre has no direction: send it to a fixed point of the sphere
-            z[flat, 0], z[flat, 1] = 1.0, -1.0
-            norm = np.linalg.norm(z, axis=1, keepdims=True)
-        return np.asarray(np.sqrt(self.dim) * z / norm * self.gain + self.center)
+        live = self.gain != 0.0
+        free = int(self.dim - live.sum())
+        out = np.zeros_like(y)
+        if free == self.dim:
+            return out + self.center
+        z = y[:, live] / self.gain[live]
+        if free == 0:
+            z -= z.mean(axis=1, keepdims=True)
+        # the free coordinates that centre z with the least norm add (sum z)^2 / free to its square
+        hidden = z.sum(axis=1) ** 2 / free if free else 0.0
+        norm = np.sqrt((z**2).sum(axis=1) + hidden)
+        flat = norm == 0.0
+        if flat.any() and free < 2:  # the centre has no direction: send it to a fixed point
+            z[flat, 0] = 1.0
+            if free == 0:
+                z[flat, 1] = -1.0
+            norm[flat] = np.sqrt(2.0)
+        factor = np.sqrt(self.dim) / np.where(norm > 0.0, norm, 1.0)
+        if free >= 2:
+            factor = np.minimum(factor, 1.0)
+            factor[flat] = 1.0
+        out[:, live] = z * factor[:, None] * self.gain[live]
+        return out + self.center
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
         z = check.rng_from(rng).standard_normal((check.count(n, "n"), self.dim))
@@ -186,7 +212,9 @@ class Box(Domain):
             raise ValueError("lower must have at least one entry, received none.")
         if (lo > hi).any():
             k = int((lo - hi).argmax())
-            raise ValueError(f"lower must not exceed upper, received {lo[k]:g} > {hi[k]:g} in coordinate {k}; swap them.")
+            raise ValueError(
+                f"lower must not exceed upper, received {lo[k]:g} > {hi[k]:g} in coordinate {k}; swap them."
+            )
         object.__setattr__(self, "lower", check.frozen(lo))
         object.__setattr__(self, "upper", check.frozen(hi))
 
@@ -246,7 +274,9 @@ class PointSet(Domain):
         return float(np.linalg.norm(self.points @ M.T + shift, axis=1).max()) * (1 + 1e-12)
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
-        return np.asarray(self.points[check.rng_from(rng).integers(len(self.points), size=check.count(n, "n"))])
+        return np.asarray(
+            self.points[check.rng_from(rng).integers(len(self.points), size=check.count(n, "n"))]
+        )
 
 
 def _offset_norm(c: ArrayLike | None, size: int) -> float:

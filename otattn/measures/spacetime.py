@@ -70,7 +70,9 @@ class SpaceTimeMeasure:
         """Distinct times (ascending, of positive mass) and their masses."""
         live = self.weights > 0
         t, inverse = np.unique(self.times[live], return_inverse=True)
-        return t, np.bincount(inverse.ravel(), weights=self.weights[live], minlength=len(t))
+        return t, np.asarray(
+            np.bincount(inverse.ravel(), weights=self.weights[live], minlength=len(t)), dtype=np.float64
+        )
 
     def radius(self, center: ArrayLike | None = None) -> float:
         """Largest ``|x_i - center|`` over atoms of positive weight."""
@@ -79,13 +81,17 @@ class SpaceTimeMeasure:
     def support(self) -> SpaceTimeMeasure:
         """The same measure without its atoms of zero weight."""
         keep = self.weights > 0
-        return self if keep.all() else SpaceTimeMeasure(self.times[keep], self.points[keep], self.weights[keep])
+        return (
+            self if keep.all() else SpaceTimeMeasure(self.times[keep], self.points[keep], self.weights[keep])
+        )
 
     def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> SpaceTimeMeasure:
         """Image under ``(t, x) -> (t, f(x))``, with f applied to all atoms at once."""
         y = check.points(f(self.points), "f(points)")
         if len(y) != self.n:
-            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
+            raise ValueError(
+                f"f must keep the number of points, received {len(y)} images for {self.n} atoms."
+            )
         return self._with_points(y)
 
     def _with_points(self, points: NDArray[np.float64]) -> SpaceTimeMeasure:
@@ -101,7 +107,7 @@ class SpaceTimeMeasure:
 
 
 def as_spacetime(mu: Any, name: str = "mu") -> SpaceTimeMeasure:
-    """``mu`` itself, or the sequence of the rows of an ``(n, d)`` array; a measure without times is refused."""
+    """``mu`` itself, or the sequence of the rows of an ``(n, d)`` array; no measure without times."""
     if isinstance(mu, SpaceTimeMeasure):
         return mu
     if hasattr(mu, "weights") or hasattr(mu, "cov"):

@@ -1,1 +1,7 @@
-"""Placeholder docstring, replaced by the package contents."""
+"""Pictures of results: ``plot_X(result, *, ax=None) -> Axes``."""
+
+from otattn.plotting.growth import plot_crossover, plot_local_growth
+from otattn.plotting.stability import plot_stability
+from otattn.plotting.style import COLORS, save
+
+__all__ = ["COLORS", "plot_crossover", "plot_local_growth", "plot_stability", "save"]

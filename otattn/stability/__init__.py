@@ -1,1 +1,18 @@
-"""Placeholder docstring, replaced by the package contents."""
+"""How much attention stretched the distance between measures: one pair, or many."""
+
+from otattn.stability import samplers
+from otattn.stability.ratio import StabilityRatio, stability_ratio
+from otattn.stability.result import StabilityStudy
+from otattn.stability.store import DirectoryStore, MemoryStore, Store
+from otattn.stability.study import stability_study
+
+__all__ = [
+    "DirectoryStore",
+    "MemoryStore",
+    "StabilityRatio",
+    "StabilityStudy",
+    "Store",
+    "samplers",
+    "stability_ratio",
+    "stability_study",
+]

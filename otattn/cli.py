@@ -1,0 +1,208 @@
+"""The command line: ``otattn report``, ``otattn stability``, ``otattn local``.
+
+Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from otattn.attention import MaskedAttention
+from otattn.data import SampleLayer, load_layer, load_sample
+from otattn.errors import CertificateError, OtattnError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], None] = options.run
+        run(options)
+    except CertificateError as exc:
+        return _fail(exc, 3)
+    except (ValueError, TypeError, OSError, OtattnError, OverflowError) as exc:
+        return _fail(exc, 2)
+    except KeyboardInterrupt:
+        print("otattn: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fail(exc: BaseException, code: int) -> int:
+    text = " ".join(str(exc).split()) or type(exc).__name__
+    print(f"otattn: {text}", file=sys.stderr)
+    return code
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, received {text}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be non-negative, received {text}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="otattn",
+        description="Measure and certify how stable attention is in the geometry of optimal transport.",
+    )
+    parser.add_argument("--version", action="version", version=f"otattn {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        sub.add_argument("--tokens", metavar="FILE.npy", help="tokens (n, d) or windows (w, n, d)")
+        sub.add_argument(
+            "--weights",
+            metavar="FILE.npz",
+            help="query_weight, key_weight, value_weight, num_heads (and biases, output), or A and V; "
+            "the bundled real layer by default",
+        )
+        sub.add_argument("--seed", type=_seed, default=0, help="seed of every random draw (default 0)")
+        sub.add_argument("--quiet", action="store_true", help="no progress bar")
+        return sub
+
+    report = command("report", _report, "The main job: one report on a layer, with pictures.")
+    report.add_argument(
+        "--out", required=True, metavar="DIR", help="directory for report.md, report.json and PNGs"
+    )
+    report.add_argument(
+        "--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)"
+    )
+    report.add_argument("--json", action="store_true", help="also print the JSON content")
+
+    stability = command(
+        "stability", _stability, "Stability constants W_p(F(mu), F(nu)) / W_p(mu, nu) of each head."
+    )
+    stability.add_argument(
+        "--p", type=float, default=2.0, help="order of the distance, in [1, inf] (default 2)"
+    )
+    stability.add_argument("--pairs", type=_positive, default=50, help="number of pairs (default 50)")
+    stability.add_argument("--n", type=_positive, default=32, help="tokens a measure (default 32)")
+    stability.add_argument(
+        "--masked", action="store_true", help="causal attention in the conditional distance"
+    )
+    stability.add_argument("--json", action="store_true", help="print JSON")
+    stability.add_argument("--out", metavar="DIR", help="also write stability.json there")
+
+    local = command("local", _local, "Local Lipschitz constants of each head at its tokens.")
+    local.add_argument(
+        "--n", type=_positive, nargs="+", default=None, help="numbers of tokens (default 8 16 ... 128)"
+    )
+    local.add_argument("--json", action="store_true", help="print JSON")
+    local.add_argument("--out", metavar="DIR", help="also write local.json there")
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("otattn")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _layer(options: argparse.Namespace) -> SampleLayer:
+    if options.weights is None:
+        if options.tokens is not None:
+            raise ValueError("--tokens needs --weights: give the layer that the tokens enter.")
+        return load_sample()
+    if options.tokens is None:
+        raise ValueError("--weights needs --tokens: give the tokens that enter the layer.")
+    return load_layer(options.weights, options.tokens)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from otattn.report import build_report
+
+    layer = _layer(options)
+    data = build_report(
+        layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=not options.quiet
+    )
+    if options.json:
+        print(json.dumps(data, indent=1))
+    else:
+        print(
+            f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s"
+        )
+
+
+def _emit(options: argparse.Namespace, name: str, data: dict[str, Any], lines: list[str]) -> None:
+    if options.out:
+        out = pathlib.Path(options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    print(json.dumps(data, indent=1) if options.json else "\n".join(lines))
+
+
+def _stability(options: argparse.Namespace) -> None:
+    from tqdm.auto import tqdm
+
+    from otattn.report import LayerPairs
+    from otattn.stability import stability_study
+
+    layer = _layer(options)
+    sampler = LayerPairs(layer.hidden_states, min(options.n, layer.hidden_states.shape[1]))
+    lines = [f"{'head':>4} {'certified':>10} {'largest':>10} {'median':>10}"]
+    records = []
+    children = np.random.SeedSequence(options.seed).spawn(len(layer.heads))
+    for h, head in enumerate(tqdm(layer.heads, desc="heads", disable=options.quiet, leave=False)):
+        attention = MaskedAttention(head) if options.masked else head
+        study = stability_study(
+            attention,
+            sampler,
+            n_pairs=options.pairs,
+            p=options.p,
+            rng=np.random.default_rng(children[h]),
+            progress=False,
+        )
+        best, median = study.best, study.quantile(0.5)
+        records.append(
+            {"head": h, "largest": best.value, "certified_lower": best.certified_lower, "median": median}
+        )
+        lines.append(f"{h:>4} {best.certified_lower:>10.4g} {best.value:>10.4g} {median:>10.4g}")
+    p: float | str = "inf" if options.p == float("inf") else options.p
+    data = {"p": p, "n": sampler.n, "pairs": options.pairs, "masked": options.masked, "heads": records}
+    _emit(options, "stability", data, lines)
+
+
+def _local(options: argparse.Namespace) -> None:
+    from otattn.lipschitz.growth import local_growth
+
+    layer = _layer(options)
+    length = layer.hidden_states.shape[1]
+    sizes = options.n or [n for n in (8, 16, 32, 64, 128) if n <= length] or [length]
+    growth = local_growth(layer.heads, layer.hidden_states, n_values=sizes, progress=not options.quiet)
+    lines = [
+        f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes) + (" exponent" if len(sizes) > 1 else "")
+    ]
+    for h in range(len(layer.heads)):
+        row = f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in growth.values[h].mean(axis=0))
+        if len(sizes) > 1:
+            fit = growth.exponent(h)
+            row += f" {fit.exponent:.3f} ± {fit.standard_error:.3f}"
+        lines.append(row)
+    _emit(options, "local", growth.to_dict(), lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Ground distances and costs, always from explicit differences, and the memory that they may take."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial.distance import cdist
+
+from otattn.errors import MemoryBudgetError
+
+__all__ = [
+    "ASSIGNMENT_BYTES",
+    "MAX_BYTES",
+    "SIMPLEX_BYTES",
+    "check_budget",
+    "pair_distances",
+    "pairwise_distances",
+    "power_mean",
+    "powers",
+    "relative_rounding",
+]
+
+#: Most bytes that an exact solver may allocate (4 GiB); larger problems are refused before anything is
+#: allocated.
+MAX_BYTES = 4 * 2**30
+
+#: Bytes an entry of the cost matrix: the matrix and a working copy (assignment), the arcs of the network
+#: simplex as well.
+ASSIGNMENT_BYTES = 16
+SIMPLEX_BYTES = 64
+
+_EPS = float(np.finfo(np.float64).eps)
+_SAFE = (1e-100, 1e150)  # largest distances whose squares neither overflow nor vanish
+
+
+def check_budget(n: int, m: int, bytes_per_pair: int) -> None:
+    """Refuse an exact problem between ``n`` and ``m`` atoms that would take more than `MAX_BYTES`.
+
+    Raises
+    ------
+    MemoryBudgetError
+        With the number of bytes and what to do instead.
+    """
+    need = n * m * bytes_per_pair
+    if need > MAX_BYTES:
+        raise MemoryBudgetError(
+            f"exact transport between {n} and {m} atoms must fit in {MAX_BYTES} bytes, but would take about "
+            f"{need} bytes ({need / 2**30:.1f} GiB); merge duplicate atoms, subsample both measures "
+            "(several times, to see the spread), or compare one-dimensional "
+            "projections, which are exact by sorting at any size."
+        )
+
+
+def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``|x_i - y_j|`` for ``x (n, d)`` and ``y (m, d)``, shape ``(n, m)``; relative error at most ``(d + 3)
+    eps``.
+    """
+    D = np.asarray(cdist(x, y))
+    if _SAFE[0] < D.max() < _SAFE[1]:
+        return D
+    size = max(float(np.abs(x).max()), float(np.abs(y).max()))
+    if size == 0.0:
+        return D
+    scale = 2.0 ** np.floor(np.log2(size))  # a power of two: the division is exact
+    with np.errstate(over="ignore"):
+        D = np.asarray(cdist(x / scale, y / scale) * scale)
+    if not np.isfinite(D).all():
+        raise ValueError(
+            "distances must fit in float64, received points that are too far apart; rescale them."
+        )
+    return D
+
+
+def pair_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``|x_k - y_k|`` row by row, scaled by the largest difference so that no square over- or underflows."""
+    with np.errstate(over="ignore"):
+        diff = x - y
+    scale = float(np.abs(diff).max(initial=0.0))
+    if scale == 0.0 or scale == np.inf:  # inf: beyond float64, which the caller refuses
+        return np.full(len(diff), scale)
+    diff /= scale
+    return np.asarray(scale * np.sqrt(np.einsum("ij,ij->i", diff, diff)))
+
+
+def powers(ratio: NDArray[np.float64], p: float) -> NDArray[np.float64]:
+    """``ratio ** p`` without the cost of ``pow`` for the usual orders."""
+    if p == 1.0:
+        return ratio
+    return ratio * ratio if p == 2.0 else np.asarray(ratio**p)
+
+
+def power_mean(distances: NDArray[np.float64], mass: NDArray[np.float64] | None, p: float) -> float:
+    """``(sum_k mass_k distances_k^p / sum_k mass_k)^{1/p}`` (the plain mean without ``mass``).
+
+    Scaled by the largest distance first, so that p = 200 is fine.
+    """
+    scale = float(distances.max())
+    if scale in (0.0, np.inf) or np.isinf(p):
+        return scale
+    terms = powers(distances / scale, p)
+    total = float(terms.mean() if mass is None else (mass @ terms) / mass.sum())
+    return float(scale * total ** (1.0 / p))
+
+
+def relative_rounding(dim: int, p: float, terms: int) -> float:
+    """Relative rounding of a value evaluated on a plan: distances, powers, a sum, and the root."""
+    if np.isinf(p):
+        return (dim + 4) * _EPS
+    # pairwise and BLAS sums of non-negative terms: the error grows with the logarithm, or a vector width, of
+    # the count
+    return (dim + 8 + (8.0 + math.log2(terms + 1.0) + min(terms, 64)) / p) * _EPS

@@ -1,0 +1,40 @@
+"""The cost matrix ``(|x_i - y_j| / scale)^p`` at a scale where the powers that matter neither vanish nor
+overflow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.distances.bottleneck import bottleneck
+from otattn.distances.costs import powers
+
+__all__ = ["ground_cost", "scaled_cost"]
+
+Array = NDArray[np.float64]
+
+CAP = 1e20  # at the scale W_inf an optimal plan costs at most 1: such an entry carries less than rounding
+PLAIN = (1e-15, 1e15)  # largest distances for which p <= 8 needs no scaling
+DECADES = 150.0
+
+
+def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, float]:
+    """Costs and their scale, for finite ``p``. Capping and underflow only lower a cost, so dual bounds stay
+    valid.
+    """
+    top = float(D.max())
+    if top == 0.0 or (p <= 8.0 and PLAIN[0] < top < PLAIN[1]):
+        return powers(D, p), 1.0
+    least = float(D.min(initial=top, where=D > 0.0))
+    # distances so unequal that their powers leave float64: the scale that matters is then W_inf
+    scale = top if p * np.log10(top / least) <= DECADES else bottleneck(D, A, B).value or top
+    return scaled_cost(D, p, scale), scale
+
+
+def scaled_cost(D: Array, p: float, scale: float) -> Array:
+    """``min((D / scale)^p, 1e20)``, or plainly ``D^p`` at scale 1."""
+    if scale == 1.0:
+        return powers(D, p)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.minimum(powers(D / scale, p), CAP)

@@ -1,0 +1,193 @@
+"""Optimal transport between discrete measures, with its plan, its potentials and a certified interval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from otattn import _validate as check
+from otattn.distances.bottleneck import bottleneck, witnessed_threshold
+from otattn.distances.costs import (
+    SIMPLEX_BYTES,
+    check_budget,
+    pair_distances,
+    pairwise_distances,
+    power_mean,
+    relative_rounding,
+)
+from otattn.distances.duality import support_slack
+from otattn.distances.ground import ground_cost, scaled_cost
+from otattn.distances.masses import exact_masses
+from otattn.distances.plan import (
+    extend_potentials,
+    feasible,
+    marginals_agree,
+    solve,
+    sparse_plan,
+    status_of,
+    support,
+)
+from otattn.distances.wasserstein import discrete_pair
+from otattn.measures import DiscreteMeasure
+
+__all__ = ["TransportResult", "transport"]
+
+Array = NDArray[np.float64]
+
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class TransportResult:
+    """An optimal plan between two measures and the proof of how optimal it is.
+
+    Attributes
+    ----------
+    value : float
+        ``W_p(mu, nu)``, the cost of ``plan``.
+    plan : scipy.sparse.csr_array (n, m)
+        Its marginals are the weights, to a few units in their last place.
+    potentials : tuple of ndarray (n,), (m,)
+        For finite ``p``: ``f_i + g_j <= (|x_i - y_j| / scale)^p`` for all atoms, those of weight zero
+        included. For ``p = inf``: a plan must use a pair with ``f_i + g_j > 0``, and none of them is closer
+        than ``lower``.
+    scale : float
+        Unit of the potentials, 1 unless the powers would leave the range of float64.
+    lower, upper : float
+        ``lower <= W_p <= upper`` for the marginals of ``plan``, rounded outward.
+    gap : float
+        ``(upper - lower) / upper``, 0 when ``upper`` is 0.
+    status : str
+        "optimal", or "near-optimal" when the gap exceeds 1e-9 (far beyond that there is no result).
+    p, mu, nu
+        The problem.
+    """
+
+    value: float
+    plan: csr_array
+    potentials: tuple[Array, Array]
+    scale: float
+    lower: float
+    upper: float
+    gap: float
+    status: str
+    p: float
+    mu: DiscreteMeasure
+    nu: DiscreteMeasure
+
+    def verify(self) -> bool:
+        """Recompute marginals, dual feasibility and the interval from the plan and the potentials alone.
+
+        False as soon as anything disagrees: a plan with other marginals, potentials that are infeasible, a
+        value or an interval that they do not give. Costs the ``(n, m)`` matrix of distances.
+        """
+        f, g = self.potentials
+        if not marginals_agree(self.plan, self.mu.weights, self.nu.weights):
+            return False
+        D = pairwise_distances(self.mu.points, self.nu.points)
+        if not np.isinf(self.p):
+            D = scaled_cost(D, self.p, self.scale)
+            if not feasible(D, f, g):
+                return False
+        elif f.shape != D.shape[:1] or g.shape != D.shape[1:] or not np.isfinite(np.r_[f, g]).all():
+            return False
+        new = _interval(self.mu, self.nu, self.p, self.plan, f, g, D)
+        stored = (self.value, self.lower, self.upper)
+        return (
+            self.lower <= self.value <= self.upper
+            and all(abs(a - b) <= 8 * _EPS * new[0] for a, b in zip(stored, new, strict=True))
+            and abs(self.gap - _relative_gap(*new[1:])) <= 16 * _EPS
+        )
+
+    def __repr__(self) -> str:
+        return f"TransportResult(W_{self.p:g}={self.value:.9g}, gap={self.gap:.1e}, {self.status})"
+
+
+def transport(mu: Any, nu: Any, *, p: float = 2) -> TransportResult:
+    """Optimal transport with a certificate: plan, potentials and ``lower <= W_p <= upper``.
+
+    ``lower`` is the dual value of potentials that are feasible for every pair of atoms (c-transforms rounded
+    down) and ``upper`` the cost of a plan whose flows are computed again without rounding; for ``p = inf``
+    the lower bound is a set of atoms whose mass has no room among the atoms that are closer.
+
+    Parameters
+    ----------
+    mu, nu : DiscreteMeasure or array_like (n, d), (m, d)
+    p : float
+        Order, ``1 <= p <= inf``.
+
+    Raises
+    ------
+    ValueError, MemoryBudgetError, ConvergenceError
+        As for `wasserstein`.
+
+    Examples
+    --------
+    >>> result = transport([[0.0], [3.0]], [[0.0]], p=1)
+    >>> result.value, result.plan.toarray().tolist(), result.verify()
+    (1.5, [[0.5], [0.5]], True)
+
+    References
+    ----------
+    Peyré and Cuturi (2019), Computational Optimal Transport, section 2.5; Burkard, Dell'Amico and Martello
+    (2009), Assignment Problems, section 6.2 (bottleneck).
+    """
+    p, mu, nu = discrete_pair(mu, nu, p)
+    check_budget(mu.n, nu.n, SIMPLEX_BYTES)
+    rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
+    A, B = exact_masses(mu.weights[rows], nu.weights[cols])
+    D = pairwise_distances(mu.points[rows], nu.points[cols])
+    scale = 1.0
+    f, g = np.zeros(mu.n), np.zeros(nu.n)
+    if np.isinf(p):
+        found = bottleneck(D, A, B)
+        i, j, mass = found.rows, found.cols, found.mass
+        f[rows], g[cols] = found.f, found.g
+        # atoms of weight zero must charge no pair
+        f[mu.weights == 0.0] = g[nu.weights == 0.0] = -1.0 - max(found.f.max(), found.g.max())
+        C = pairwise_distances(mu.points, nu.points)
+    else:
+        C, scale = ground_cost(D, p, A, B)
+        flow = solve(C, A, B)
+        i, j, mass, f, g = flow.rows, flow.cols, flow.mass, flow.f, flow.g
+        if len(rows) < mu.n or len(cols) < nu.n:
+            C = scaled_cost(pairwise_distances(mu.points, nu.points), p, scale)
+            f, g = extend_potentials(C, rows, f)
+    plan = sparse_plan(rows[i], cols[j], mass, (mu.n, nu.n))
+    value, lower, upper = _interval(mu, nu, p, plan, f, g, C)
+    gap = _relative_gap(lower, upper)
+    return TransportResult(
+        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
+    )
+
+
+def _relative_gap(lower: float, upper: float) -> float:
+    return (upper - lower) / upper if upper > 0.0 else 0.0
+
+
+def _interval(
+    mu: DiscreteMeasure, nu: DiscreteMeasure, p: float, plan: csr_array, f: Array, g: Array, C: Array
+) -> tuple[float, float, float]:
+    """``(value, lower, upper)`` from the plan and potentials that are feasible for the cost ``C`` (for p =
+    inf, ``D``).
+    """
+    rows, cols, mass = support(plan)
+    moved = pair_distances(mu.points[rows], nu.points[cols])
+    value = power_mean(moved, mass, p)
+    if value == 0.0:
+        return 0.0, 0.0, 0.0
+    rounding = relative_rounding(mu.dim, p, len(mass))
+    if np.isinf(p):
+        charged = float(mass @ (f[rows] + g[cols]))
+        charge_rounding = 8 * _EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
+        lower = witnessed_threshold(C, f, g) if charged > charge_rounding else 0.0
+        lower = min(lower, value)
+    else:
+        paid = float(mass @ C[rows, cols])
+        gap = max(0.0, float(mass @ support_slack(C, f, g, rows, cols))) / paid if paid > 0.0 else 1.0
+        lower = value * float(np.exp(np.log1p(-gap) / p)) if gap < 1.0 else 0.0
+    return value, lower * (1.0 - rounding), value * (1.0 + rounding)

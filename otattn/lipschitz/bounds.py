@@ -1,0 +1,50 @@
+"""The closed-form bounds, published and ours, one function a theorem; exposed as ``otattn.bounds``."""
+
+from otattn.lipschitz.head_bounds import multi_head_bound
+from otattn.lipschitz.l2_bounds import l2_column_bound, l2_row_bound
+from otattn.lipschitz.local_upper import local_upper_bound
+from otattn.lipschitz.masked_bounds import masked_average_bound, masked_column_bound, masked_row_bound
+from otattn.lipschitz.pointwise_bounds import pointwise_bound
+from otattn.lipschitz.published import (
+    castin2024_discrete,
+    castin2024_discrete_lower,
+    castin2024_large_radius,
+    castin2024_masked,
+    castin2024_mean_field_lower,
+    geshkovski2024_mean_field,
+    kim2021_dot_product,
+    kim2021_l2,
+)
+from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant
+from otattn.lipschitz.table import Crossover, crossover, table
+from otattn.lipschitz.theorems import column_bound, column_sum, density_bound, field_bound, row_bound
+
+__all__ = [
+    "Crossover",
+    "castin2024_discrete",
+    "castin2024_discrete_lower",
+    "castin2024_large_radius",
+    "castin2024_masked",
+    "castin2024_mean_field_lower",
+    "column_bound",
+    "column_sum",
+    "crossover",
+    "density_bound",
+    "density_constant",
+    "field_bound",
+    "geshkovski2024_mean_field",
+    "hoelder_constant",
+    "kim2021_dot_product",
+    "kim2021_l2",
+    "l2_column_bound",
+    "l2_row_bound",
+    "local_upper_bound",
+    "masked_average_bound",
+    "masked_column_bound",
+    "masked_row_bound",
+    "multi_head_bound",
+    "pointwise_bound",
+    "row_bound",
+    "row_constant",
+    "table",
+]

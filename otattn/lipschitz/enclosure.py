@@ -1,0 +1,189 @@
+"""The enclosure of a Lipschitz constant: a witnessed lower and a proven upper bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
+from otattn.lipschitz import published
+from otattn.lipschitz.bound import Bound, Enclosure
+from otattn.lipschitz.lower import lipschitz_lower_bound
+from otattn.lipschitz.upper import Effort, lipschitz_upper_bound
+from otattn.measures import Domain
+
+__all__ = ["EnclosureTable", "enclose_lipschitz", "enclosure_table", "published_upper"]
+
+
+def enclose_lipschitz(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+    rng: np.random.Generator | int = 0,
+    effort: Effort = "fast",
+) -> Enclosure:
+    """A witnessed lower and a proven upper bound of the W_p Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu``.
+
+    Parameters
+    ----------
+    attention : AttentionMap
+    radius : float, optional
+        Tokens in the centred ball of this radius; or ``domain``.
+    domain : Domain, optional
+    n : int, optional
+        Number of tokens of equal weight; None for all measures.
+    p : float
+        Order, in ``[1, inf]`` for the upper bound; the lower bound offers 1, 2 and inf.
+    rng : Generator or int
+        Starts of the search for the witness.
+    effort : {"fast", "deep"}
+
+    Returns
+    -------
+    Enclosure
+        ``lower.witness`` is a measure, ``upper.source`` the theorem that won, ``ratio`` is upper over lower.
+
+    Examples
+    --------
+    >>> enclosure = enclose_lipschitz(SoftmaxAttention([[0.0]], [[2.0]]), radius=1.0, n=1)
+    >>> enclosure.lower.value <= enclosure.upper.value, round(enclosure.ratio, 6)
+    (True, 1.0)
+    """
+    lower = lipschitz_lower_bound(attention, radius=radius, domain=domain, n=n, p=p, rng=rng, effort=effort)
+    upper = lipschitz_upper_bound(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
+    return Enclosure(lower, upper)
+
+
+def published_upper(attention: AttentionMap, *, radius: float, n: int | None) -> Bound | None:
+    """The published W_2 upper bound for the map (B1, its masked form, or B3), None where there is none."""
+    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
+    if not isinstance(inner, SoftmaxAttention):
+        return None
+    if isinstance(attention, MaskedAttention):
+        return None if n is None else published.castin2024_masked(attention, radius=radius, n=n)
+    mean_field = published.geshkovski2024_mean_field(attention, radius=radius)
+    if n is None:
+        return mean_field
+    discrete = published.castin2024_discrete(attention, radius=radius, n=n)
+    return discrete if discrete.value <= mean_field.value else mean_field
+
+
+@dataclass(frozen=True, eq=False)
+class EnclosureTable:
+    """Enclosures for several numbers of tokens (or radii), with the published bound beside.
+
+    Attributes
+    ----------
+    parameter : str
+        "n" or "radius": what varies.
+    values : tuple
+        Its values; n may be None (any measure).
+    enclosures : tuple of Enclosure
+    published : tuple of (Bound or None)
+    """
+
+    parameter: str
+    values: tuple[Any, ...]
+    enclosures: tuple[Enclosure, ...]
+    published: tuple[Bound | None, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a value."""
+        out = []
+        for value, enclosure, paper in zip(self.values, self.enclosures, self.published, strict=True):
+            out.append(
+                {
+                    self.parameter: value,
+                    "lower": enclosure.lower.value,
+                    "upper": enclosure.upper.value,
+                    "ratio": enclosure.ratio,
+                    "published": None if paper is None else paper.value,
+                    "upper_source": enclosure.upper.source,
+                    "lower_source": enclosure.lower.source,
+                }
+            )
+        return out
+
+    def geometric_mean_ratio(self) -> float:
+        """Geometric mean of upper over lower."""
+        return math.exp(float(np.mean([math.log(e.ratio) for e in self.enclosures])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return {"parameter": self.parameter, "rows": self.rows()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.parameter:>10} {'lower':>12} {'upper':>12} {'ratio':>7} {'published':>12}  upper bound by"
+        ]
+        for row in self.rows():
+            name = "any" if row[self.parameter] is None else f"{row[self.parameter]:g}"
+            paper = "-" if row["published"] is None else f"{row['published']:.5g}"
+            lines.append(
+                f"{name:>10} {row['lower']:>12.5g} {row['upper']:>12.5g} {row['ratio']:>7.3f} {paper:>12}  "
+                f"{row['upper_source']}"
+            )
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(
+            f"<th>{h}</th>"
+            for h in (self.parameter, "lower", "upper", "ratio", "published", "upper bound by")
+        )
+        body = ""
+        for row in self.rows():
+            name = "any" if row[self.parameter] is None else f"{row[self.parameter]:g}"
+            paper = "-" if row["published"] is None else f"{row['published']:.5g}"
+            cells = (
+                name,
+                f"{row['lower']:.5g}",
+                f"{row['upper']:.5g}",
+                f"{row['ratio']:.3f}",
+                paper,
+                row["upper_source"],
+            )
+            body += "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def enclosure_table(
+    attention: AttentionMap,
+    *,
+    radius: float,
+    n_values: Sequence[int | None] = (4, 16, 64, 256, None),
+    radii: Sequence[float] | None = None,
+    p: float = 2,
+    rng: np.random.Generator | int = 0,
+    effort: Effort = "fast",
+) -> EnclosureTable:
+    """Enclosures against n at one radius, or against the radius at the first of ``n_values`` when ``radii`` is given.
+
+    Parameters
+    ----------
+    attention : AttentionMap
+    radius : float
+    n_values : sequence of int or None
+        None stands for all measures.
+    radii : sequence of float, optional
+    p, rng, effort
+        As for :func:`enclose_lipschitz`.
+    """
+    grid: list[tuple[float, int | None]]
+    if radii is None:
+        grid = [(radius, n) for n in n_values]
+    else:
+        grid = [(r, n_values[0]) for r in radii]
+    enclosures = tuple(
+        enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in grid
+    )
+    papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in grid)
+    if radii is None:
+        return EnclosureTable("n", tuple(n_values), enclosures, papers)
+    return EnclosureTable("radius", tuple(radii), enclosures, papers)

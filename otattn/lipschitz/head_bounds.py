@@ -1,0 +1,228 @@
+r"""Bounds of one head of any kind, and of several heads together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from otattn import _validate as check
+from otattn._linalg import lambda_max_upper
+from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention.pointwise import PointwiseAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.l2_bounds import l2_bounds
+from otattn.lipschitz.masked_bounds import masked_softmax_bounds
+from otattn.lipschitz.pointwise_bounds import unnormalised
+from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.setting import form_of
+from otattn.lipschitz.theorems import outward, softmax_bounds
+from otattn.measures.domains import Domain
+
+__all__ = ["HeadPart", "combine_heads", "head_upper_bounds", "heads_of", "multi_head_bound"]
+
+Array = NDArray[np.float64]
+
+
+def head_upper_bounds(
+    head: AttentionMap, V: Array | None, region: Region, n: int | None, p: float, *, causal: bool
+) -> list[Bound]:
+    """Our closed-form upper bounds of a head whose value matrix is replaced by V (None: the identity).
+
+    For n equal atoms the bounds for any measure are among them. The list is empty where no theorem applies.
+    """
+    counts = [n] if n is None or n == 1 else [n, None]
+    if isinstance(head, SoftmaxAttention):
+        seen = see(form_of(head, V, causal=causal), region)
+        bounds = masked_softmax_bounds if causal else softmax_bounds
+        return [b for count in counts for b in bounds(seen, count, p)]
+    if isinstance(head, L2Attention):
+        return l2_bounds(head, V, region, counts, p, causal)
+    if isinstance(head, PointwiseAttention):
+        return [unnormalised(head, V, region.domain, n, p)]
+    return []
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPart:
+    """One head of a sum, ``W Gamma``: ``compact`` is a value matrix with ``|compact x| = |W V x|``."""
+
+    head: SoftmaxAttention | L2Attention | PointwiseAttention
+    output: Array
+    compact: Array
+    causal: bool
+
+    @property
+    def values(self) -> Array:
+        """The total value matrix ``W V``."""
+        return np.asarray(self.output @ self.head.V)
+
+
+def heads_of(attention: AttentionMap) -> list[HeadPart]:
+    """The heads of an attention map; nested sums are opened, a mask is handed down."""
+    return _parts(attention, None, False)
+
+
+def _parts(attention: AttentionMap, W: Array | None, causal: bool) -> list[HeadPart]:
+    if isinstance(attention, MaskedAttention):
+        return _parts(attention.attention, W, True)
+    if isinstance(attention, MultiHeadAttention):
+        out: list[HeadPart] = []
+        for i, head in enumerate(attention.heads):
+            own = None if attention.outputs is None else attention.outputs[i]
+            out += _parts(head, own if W is None else (W if own is None else W @ own), causal)
+        return out
+    if not isinstance(attention, SoftmaxAttention | L2Attention | PointwiseAttention):
+        raise ValueError(
+            "attention must be built of softmax, L2 or unnormalised heads for this theorem, received "
+            f"{type(attention).__name__}; see otattn.bounds.table."
+        )
+    compact = np.asarray(attention.V)
+    if W is None:
+        W = np.eye(len(compact))
+    else:
+        compact = (np.linalg.qr(W, mode="r") if W.shape[0] > W.shape[1] else W) @ compact
+    if compact.shape[0] > compact.shape[1]:
+        compact = np.asarray(np.linalg.qr(compact, mode="r"))
+    return [HeadPart(attention, W, np.asarray(compact), causal)]
+
+
+def multi_head_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""Several heads: ``min_s lambda_max( sum_h c_h^2 U_h U_h^T / s_h )^{1/2}``, s in the simplex.
+
+    For ``p >= 2``, with ``U_h = W_h V_h`` and ``c_h`` the smallest of our bounds of head h with the identity
+    for a value matrix; or with ``U_h = W_h`` and ``c_h`` the bound of head h as it is. The plain sum of the
+    heads' bounds (with values ``W_h V_h``) is the third candidate, and the only one for ``p < 2``.
+
+    Proof. With ``y_h`` the derivative of that head, for every s in the simplex
+    ``|sum_h U_h y_h| <= || [c_h U_h / sqrt(s_h)]_h || ( sum_h s_h |y_h|^2 / c_h^2 )^{1/2}`` pointwise; the
+    root's ``L^p`` norm is at most ``(sum_h s_h ||y_h||_p^2 / c_h^2)^{1/2} <= 1`` times that of eps, by the
+    triangle inequality of ``L^{p/2}``. Every s certifies; the search below lowers a convex function.
+
+    Parameters
+    ----------
+    attention : MultiHeadAttention of softmax, L2 or unnormalised heads, or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int, optional
+        None is the mean-field constant.
+    p : float
+        In ``[1, inf]``.
+
+    Returns
+    -------
+    Bound
+        kind "upper"; ``details["log_head_bounds"]`` the ``log c_h``, ``details["shares"]`` the s found.
+
+    Raises
+    ------
+    ValueError
+        A head of another kind, or one for which no theorem applies (masked, mean-field, p = 1).
+
+    References
+    ----------
+    otattn, multi-head bound.
+    """
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return _multi_head(attention, region, check_count(n), check.check_order(p))
+
+
+def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float) -> Bound:
+    parts, region = heads_of(attention), Region.of(domain)
+    source = "otattn.bounds.multi_head_bound: multi-head bound"
+    logs = [_best(part, part.compact, region, n, p) for part in parts]
+    value, shares, combination = log_sum(*logs), None, "sum"
+    if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
+        for name, factors, values in (
+            ("identity", [part.values for part in parts], [None] * len(parts)),
+            ("outputs", [part.output for part in parts], [part.head.V for part in parts]),
+        ):
+            singles = [_best(part, V, region, n, p) for part, V in zip(parts, values, strict=True)]
+            joint, s = combine_heads(factors, singles)
+            if joint < value:
+                value, shares, combination, logs = joint, s, name, singles
+    details: dict[str, Any] = {"log_head_bounds": logs, "combination": combination}
+    if shares is not None:
+        details["shares"] = [float(s) for s in shares]
+    return outward(value, source, domain, n, p, details)
+
+
+def _best(part: HeadPart, V: Array | None, region: Region, n: int | None, p: float) -> float:
+    bounds = head_upper_bounds(part.head, V, region, n, p, causal=part.causal)
+    if not bounds:
+        raise ValueError(
+            f"no closed-form bound applies to {'masked ' if part.causal else ''}{type(part.head).__name__} "
+            f"with p = {p:g} and n = {n}; give n, or another p."
+        )
+    return min(float(b.details["log_value"]) for b in bounds)
+
+
+def combine_heads(U: list[Array], logs: list[float]) -> tuple[float, Array]:
+    """Logarithm of ``lambda_max( sum_h c_h^2 U_h U_h^T / s_h )^{1/2}`` at the best s found, and that s.
+
+    ``logs`` are the ``log c_h``. The search alternates: for a density matrix X (a running mean of the top
+    eigenvectors' projectors) the best shares are proportional to ``c_h <U_h U_h^T, X>^{1/2}``.
+    """
+    top = max(logs)
+    if math.isinf(top):
+        return top, np.full(len(U), 1.0 / len(U))
+    W = np.hstack([M * math.exp(c - top) for M, c in zip(U, logs, strict=True)])
+    scale = float(np.abs(W).max(initial=0.0))
+    if scale == 0.0:
+        return -math.inf, np.full(len(U), 1.0 / len(U))
+    W = W / scale
+    if W.shape[0] > W.shape[1]:
+        W = np.asarray(np.linalg.qr(W, mode="r"))  # lambda_max sees the column space only
+    blocks = np.split(W, np.cumsum([M.shape[1] for M in U])[:-1], axis=1)
+    grams = np.stack([B @ B.T for B in blocks])
+    shares = _shares(grams)
+    value = lambda_max_upper(np.einsum("hij,h->ij", grams, 1.0 / shares))
+    return top + math.log(scale) + 0.5 * log(up(value)), shares
+
+
+def _shares(grams: Array) -> Array:
+    """Shares s of the simplex that make ``lambda_max( sum_h grams_h / s_h )`` small.
+
+    The largest eigenvalue is smoothed, ``tau log tr exp(M / tau)`` with tau falling, and minimised in ``log
+    s``.
+    """
+    size = len(grams[0])
+    z = 0.5 * np.log(np.maximum(np.trace(grams, axis1=1, axis2=2), 1e-24))
+    unit = float(np.linalg.eigvalsh(np.einsum("hij,h->ij", grams, 1.0 / _simplex(z)))[-1])
+
+    def smoothed(z: Array, tau: float) -> tuple[float, Array]:
+        s = _simplex(z)
+        q, W = np.linalg.eigh(np.einsum("hij,h->ij", grams, 1.0 / (s * unit)))
+        weight = np.exp((q - q[-1]) / tau)
+        value = float(q[-1] + tau * np.log(weight.sum()))
+        X = (W * (weight / weight.sum())) @ W.T
+        slope = -np.einsum("hij,ij->h", grams, X) / (s * s * unit)
+        return value, s * (slope - float(s @ slope))
+
+    best, lowest = z, unit
+    for tau in (0.05, 0.003, 0.0002) if size <= 64 else (0.05, 0.005):
+        options = {"maxiter": 60 if size <= 64 else 6}
+        z = minimize(smoothed, z, args=(tau,), jac=True, method="L-BFGS-B", options=options).x
+        top = float(np.linalg.eigvalsh(np.einsum("hij,h->ij", grams, 1.0 / _simplex(z)))[-1])
+        if top < lowest:
+            best, lowest = z, top
+    return _simplex(best)
+
+
+def _simplex(z: Array) -> Array:
+    """Shares proportional to ``exp z``, none below 1e-12."""
+    s = np.maximum(np.exp(z - z.max()), 1e-12)
+    return np.asarray(s / s.sum())

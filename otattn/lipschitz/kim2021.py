@@ -1,0 +1,176 @@
+r"""The published bounds of [KPM21]: Kim, Papamakarios, Mnih, "The Lipschitz constant of self-attention"."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.special import lambertw
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.rounding import down, log, up
+from otattn.lipschitz.setting import check_two, refuse_bias, softmax_form
+from otattn.measures import Ball, DiscreteMeasure
+
+__all__ = ["kim2021_dot_product", "kim2021_l2"]
+
+
+def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
+    r"""Bound of tied L2 attention on all of ``R^d``: ``sqrt(n) (4 phi^{-1}(n-1) + 1) ||Q|| ||V Q^+||``.
+
+    ``phi(x) = x e^{x+1}``, ``P_ij`` proportional to ``exp(-|Q x_i - Q x_j|^2)`` (keys tied to queries, ``K
+    = Q``, no scale: put the paper's ``(D/H)^{-1/4}`` into Q) and values that factor through the queries,
+    ``V = M Q``, ``M = V Q^+``. Several heads with outputs ``W_h``: ``||[W_1, ..., W_H]|| (sum_h
+    c_h^2)^{1/2}``, ``c_h`` the bound of head h. In the paper's notation (``Q = W_Q^T / (D/H)^{1/4}``, ``V =
+    W_V^T W_Q W_Q^T / sqrt(D/H)``) this is at most ``sqrt(n) / sqrt(D/H) (4 phi^{-1}(n-1) + 1) (sum_h
+    ||W_Q^h||^4 ||W_V^h||^2)^{1/2} ||W_O||``. A form with ``||W_Q||^2`` under the root is quoted elsewhere;
+    it cannot hold, since the map is homogeneous of degree 2 in ``W_Q`` (n = 1 is the linear map ``V``).
+
+    Proof. Let ``y = Q x``: the map is ``M h(Q x)`` with ``h(y)_i = m_i = sum_j P_ij y_j``. With ``D_j = y_j
+    - y_i``, ``d m_i = sum_j P_ij e_j + 2 C_i e_i - 2 sum_j P_ij (y_j - m_i) <D_j, e_j>``, C_i the
+    covariance of row i. Write ``t_j = |D_j|^2``, so ``tau_i = sum_j P_ij t_j`` with ``P_ij`` proportional
+    to ``e^{-t_j}`` and ``t_i = 0``: at a maximum over the n - 1 others ``1 - t_j = -tau`` for all, so they
+    are equal and ``tau e^{tau+1} = n - 1``: ``tau_i <= phi^{-1}(n-1)``. For ``sum_j |e_j|^2 = 1`` the three
+    terms are at most 1, ``2 tr C_i <= 2 tau`` (the variance around the mean is at most that around y_i) and
+    ``2 sum_j P_ij |y_j - m_i| |D_j| <= 2 (tr C_i)^{1/2} tau^{1/2} <= 2 tau``. So each row has norm at most
+    ``4 tau + 1`` and n rows ``sqrt(n)`` times that. A causal mask leaves fewer others in each row, and the
+    proof as it is.
+
+    Parameters
+    ----------
+    attention : L2Attention, MultiHeadAttention of them, or MaskedAttention of either
+    n : int
+    p : float
+        Only 2.
+
+    Raises
+    ------
+    ValueError
+        K differs from Q, or V has a part outside the row space of Q.
+
+    References
+    ----------
+    [KPM21] Theorem 3.2 (constant re-derived here, see above).
+    """
+    check_two(p, "kim2021_l2")
+    count = check.count(n, "n")
+    tau = up(float(lambertw((count - 1) / math.e).real))
+    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
+    heads = inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
+    total = 0.0
+    for i, head in enumerate(heads):
+        head = head.attention if isinstance(head, MaskedAttention) else head
+        if not isinstance(head, L2Attention):
+            raise ValueError(
+                "attention must be L2Attention (or heads of it) for kim2021_l2, received "
+                f"{type(head).__name__} as head {i}; softmax attention is not Lipschitz on R^d "
+                "(kim2021_dot_product)."
+            )
+        total += _tied_norm(head) ** 2
+    mix = 1.0
+    if isinstance(inner, MultiHeadAttention):
+        mix = (
+            math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
+        )
+    value = up(math.sqrt(count) * (4.0 * tau + 1.0) * math.sqrt(total) * mix)
+    source = "kim2021_l2: [KPM21] Theorem 3.2, constant re-derived"
+    return Bound(value, "upper", source, n=count, details={"log_value": log(value), "phi_inverse": tau})
+
+
+def _tied_norm(head: L2Attention) -> float:
+    """``||Q|| ||V Q^+||`` of a tied head, hypotheses checked."""
+    Q, V = head.Q, head.V
+    if not np.array_equal(Q, head.K):
+        gap = float(np.abs(Q - head.K).max())
+        raise ValueError(
+            f"attention must have tied keys, K = Q, for kim2021_l2, received entries that differ by {gap:g}; "
+            "see otattn.bounds.l2_row_bound for untied heads on a bounded domain."
+        )
+    _, s, Wt = np.linalg.svd(Q, full_matrices=False)
+    keep = s > s.max(initial=0.0) * max(Q.shape) * 1e-15
+    W = Wt[keep].T
+    outside = spectral_norm_upper(V - (V @ W) @ W.T)
+    if outside > 1e-12 * spectral_norm_upper(V):
+        raise ValueError(
+            "attention must have values that factor through the queries, V = M Q, for kim2021_l2, "
+            f"received a V with a part of norm {outside:g} outside the row space of Q; "
+            "see otattn.bounds.l2_row_bound."
+        )
+    if not keep.any():
+        return 0.0  # then V = 0 too
+    M = (V @ W) / s[keep]
+    # the relative error of the smallest kept singular value enters M
+    slack = 1.0 + 16.0 * max(Q.shape) * np.finfo(float).eps * float(s[0] / s[keep].min())
+    return spectral_norm_upper(Q) * spectral_norm_upper(M) * slack
+
+
+def kim2021_dot_product(
+    attention: AttentionMap, *, n: int, radius: float | None = None, p: float = 2
+) -> Bound:
+    r"""Dot-product attention is not Lipschitz on ``R^d``: inf without a radius, at least ``c R^2`` with one.
+
+    Put one token at 0 and the others at ``+-R u``, as evenly as n allows (n = 2: one at ``R u``; one left
+    over stays at 0). The token at 0 weighs all alike, so its own block of the Jacobian is ``V/n + V C A``
+    with ``C = (k/n) R^2 u u^T`` (k tokens away from 0; ``R^2 u u^T / 4`` for n = 2), which grows like ``R^2
+    |V u| |A^T u|``.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        Without query bias.
+    n : int
+        At least 2: one token's map is linear.
+    radius : float, optional
+        None is all of ``R^d``.
+
+    Returns
+    -------
+    Bound
+        kind "lower". For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||``
+        is returned.
+
+    References
+    ----------
+    [KPM21] Theorem 3.1.
+    """
+    check_two(p, "kim2021_dot_product")
+    form = softmax_form(attention, masked=False)
+    refuse_bias(form, "kim2021_dot_product")
+    count = check.count(n, "n", least=2)
+    source = "kim2021_dot_product: [KPM21] Theorem 3.1"
+    R = None if radius is None else check.positive(radius, "radius")
+    domain = None if R is None else Ball(R)
+    if not form.A.any() or not form.V.any():
+        value = down(float(np.linalg.norm(form.V, 2)))
+        return Bound(value, "lower", source, domain=domain, n=count, details={"log_value": log(value)})
+    if R is None:
+        return Bound(math.inf, "lower", source, n=count, details={"log_value": math.inf})
+    candidates = np.concatenate(
+        [np.linalg.svd(form.V)[2][:1], np.linalg.svd(form.A)[0].T[:1], np.linalg.svd(form.V @ form.A)[2][:1]]
+    )
+    balance = float(np.linalg.norm(form.A, 2) / np.linalg.norm(form.V, 2))
+    mixed = np.linalg.eigh(balance * form.V.T @ form.V + form.A @ form.A.T / balance)[1][:, -1:]
+    k = 2 * ((count - 1) // 2) if count > 2 else 1
+    share = k / count if count > 2 else 0.25
+    best, direction = 0.0, candidates[0]
+    for u in np.concatenate([candidates, mixed.T]):
+        block = form.V / count + share * R * R * np.outer(form.V @ u, form.A.T @ u)
+        norm = float(np.linalg.norm(block, 2))
+        if norm > best:
+            best, direction = norm, u
+    u = form.lift(direction)
+    signs = np.zeros(count)
+    signs[: k // 2 if k > 1 else 1], signs[k // 2 if k > 1 else 1 : k] = 1.0, -1.0
+    value = down(best)
+    return Bound(
+        value,
+        "lower",
+        source,
+        domain=domain,
+        n=count,
+        witness=DiscreteMeasure(R * signs[:, None] * u),
+        details={"log_value": log(value)},
+    )

@@ -1,0 +1,196 @@
+r"""Our Lipschitz bounds of L2 attention on a bounded domain, in closed form, with their proofs.
+
+``P_ij`` is proportional to ``w_j exp(-|Q x_i - K x_j|^2)``. The derivative of a logit in the key's token is
+``g_ij = 2 K^T (Q x_i - K x_j)``, which depends on j, so the formulas of softmax attention do not carry over
+(they are violated). In coordinates centred at b (``x = z + b``, ``o = (Q - K) b``) the logits are ``-|Q z_i
+- K z_j + o|^2``. With R the radius of the centred domain: ``G >= |g_ij|``, ``t = G R``, ``h = ||K||^2
+R^2``, and the field part is that of softmax attention with ``A = 2 K^T Q``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import AttentionMap, L2Attention, MaskedAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.row_constants import row_constant, two_largest
+from otattn.lipschitz.setting import SoftmaxForm
+from otattn.lipschitz.theorems import column_log, outward
+from otattn.measures.domains import Domain
+
+__all__ = ["l2_column_bound", "l2_row_bound"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the bounds need, each never below the exact number."""
+
+    v: float
+    sigma: float
+    R: float
+    t: float
+    h: float
+    kappa: float
+    spread: float
+
+
+def _numbers(head: L2Attention, region: Region, V: Array | None) -> _Numbers:
+    Q, K = head.Q, head.K
+    values = np.eye(head.in_dim) if V is None else V
+    A = 2.0 * K.T @ Q
+    seen = see(SoftmaxForm(A, values, None, False, None), region)
+    R, center = seen.R, seen.region.center
+    o = np.zeros(len(Q)) if center is None else (Q - K) @ center
+    size = up(float(np.linalg.norm(o)))
+    q, k, split = spectral_norm_upper(Q), spectral_norm_upper(K), spectral_norm_upper(Q - K)
+    G = (
+        seen.form.norm_A * R
+        + up(2.0 * float(np.linalg.norm(K.T @ o)))
+        + 2.0 * spectral_norm_upper(K.T @ K) * R
+    )
+    rho, key = q * R + size, k * R
+    spread = 4.0 * rho * key if rho >= key else (rho + key) ** 2
+    # |(Q - K) z + o|^2 + ||K||^2 (R^2 - |z|^2) <= (split s + |o|)^2 + k^2 (R^2 - s^2) at |z| = s in [0, R]
+    bend = split * split - k * k
+    s = R if bend >= 0.0 else min(R, split * size / -bend)
+    kappa = bend * s * s + 2.0 * split * size * s + size * size + key * key
+    return _Numbers(seen.v, seen.sigma, R, up(R * G), up(key * key), up(min(kappa, spread)), up(spread))
+
+
+def l2_row_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int,
+    p: float = 2,
+) -> Bound:
+    r"""n tokens, p = 2: the formula of ``row_bound`` with the row constant of L2 attention.
+
+    That constant is ``min( max(1, (1 + t)/sqrt2), (phi(t)^2 + h/4)^{1/2} )``.
+
+    Proof. As for softmax, ``sum_j p_j (<u, eps_j> + <y_j - m, u> <g_j, eps_j>)`` is linear in p where ``<m,
+    u>`` is fixed, so two indices suffice. With weights p + q = 1, ``delta = y_1 - y_2``, ``tau = <delta,
+    u>``, the norm squared is ``p^2 + q^2 + 2 p q tau <u, p g_1 - q g_2> + p^2 q^2 tau^2 (|g_1|^2 +
+    |g_2|^2)``. First, with ``|tau| <= 2 R``, ``|g| <= G`` and ``z = p q``: at most ``1 + (4t - 2) z + 8 t^2
+    z^2``, convex in z, so at most its larger value at ``z = 0`` and ``1/4``: ``max(1, (1+t)^2/2)``. Second,
+    ``g_1 - g_2 = -2 H delta`` with ``H = K^T K``, so ``p g_1 - q g_2 = (p - q) g - H delta`` with g the
+    mean of the two: the term in g is bounded as for softmax by ``phi^2``, and ``-2 p q tau <u, H delta> <=
+    p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
+    ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
+
+    Parameters
+    ----------
+    attention : L2Attention or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int
+    p : float
+        Only 2.
+
+    References
+    ----------
+    otattn, L2 row bound.
+    """
+    head, region = _head(attention, None), resolve_domain(radius, domain, attention.in_dim)
+    if check.check_order(p) != 2.0:
+        raise ValueError(f"p must be 2 for l2_row_bound, received {p!r}; use l2_column_bound.")
+    return _row(_numbers(head, Region.of(region), head.V), region, check.count(n, "n"))
+
+
+def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
+    source = "otattn.bounds.l2_row_bound: L2 row bound"
+    phi = up(min(max(1.0, (1.0 + x.t) / math.sqrt(2.0)), math.hypot(row_constant(x.t), 0.5 * math.sqrt(x.h))))
+    value = x.v if n == 1 else two_largest(x.v * phi, x.sigma, n)
+    return outward(log(value), source, domain, n, 2.0, {"row_constant": phi, "sigma": x.sigma, "t": x.t})
+
+
+def l2_column_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""``sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}`` for ``p >= 2``, for n equal atoms or any measure.
+
+    T bounds the column sums: ``e^kappa``, ``kappa = max_{|z| <= R} |(Q - K) z + o|^2 + ||K||^2 (R^2 -
+    |z|^2)``, and its sharper forms for n atoms (see ``column_sum``). For tied ``Q = K``, ``kappa = ||K||^2
+    R^2``, where logits spread over ``4 ||K||^2 R^2``.
+
+    Proof. Row by row as in ``column_bound``: ``sum_j P_ij B_ij B_ij^T = I - 2 (C H + H C) + sum_j P_ij
+    |g_ij|^2 (x_j - m)(x_j - m)^T`` with ``B_ij = I + (x_j - m) g_ij^T``, at most ``1 + h/2 + t^2``, since
+    ``lambda_max(-(C H + H C)) <= ||C|| ||H|| / 4`` for PSD matrices. The entropy argument of ``column_sum``
+    holds for all logits l: ``log T_j <= sum_ik alpha_i alpha_k (l_ij - l_ik) = <A xbar + 2 K^T o, x_j -
+    xbar> - |K x_j|^2 + E_alpha |K x|^2`` with ``A = 2 K^T Q``. Here ``2 <Q xbar + o, K x_j> - |K x_j|^2 <=
+    |Q xbar + o|^2``, and ``E_alpha |K x|^2 <= |K xbar|^2 + ||K||^2 (R^2 - |xbar|^2)``; what is left is
+    kappa.
+
+    Parameters
+    ----------
+    attention : L2Attention
+        Without a mask, unless ``p`` is inf.
+    radius, domain
+        As for :func:`l2_row_bound`.
+    n : int, optional
+        None is the mean-field constant.
+    p : float
+        In ``[1, inf]``; below 2 the row factor is ``1 + 2 t``.
+
+    References
+    ----------
+    otattn, L2 column bound.
+    """
+    order = check.check_order(p)
+    head = _head(attention, None if math.isinf(order) else False)
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return _column(_numbers(head, Region.of(region), head.V), region, check_count(n), order)
+
+
+def _column(x: _Numbers, domain: Domain, n: int | None, p: float) -> Bound:
+    source = "otattn.bounds.l2_column_bound: L2 column bound"
+    if n == 1:
+        return outward(log(x.v), source, domain, n, p, {})
+    row = math.sqrt(1.0 + 0.5 * x.h + x.t * x.t) if p >= 2.0 else 1.0 + 2.0 * x.t
+    sums = 0.0 if math.isinf(p) else column_log(x.kappa, x.spread, n) / p
+    value = log_sum(log(x.sigma), log(x.v) + sums + math.log(row))
+    return outward(value, source, domain, n, p, {"kappa": x.kappa, "sigma": x.sigma, "row": row})
+
+
+def l2_bounds(
+    head: L2Attention, V: Array | None, region: Region, counts: list[int | None], p: float, causal: bool
+) -> list[Bound]:
+    """Every bound of this module that applies; ``V`` replaces the head's values, None is the identity."""
+    x = _numbers(head, region, V)
+    out: list[Bound] = []
+    for n in counts:
+        if not causal or math.isinf(p):
+            out.append(_column(x, region.domain, n, p))
+        if n is not None and p == 2.0:
+            out.append(_row(x, region.domain, n))
+    return out
+
+
+def _head(attention: Any, masked: bool | None) -> L2Attention:
+    causal = isinstance(attention, MaskedAttention)
+    head = attention.attention if isinstance(attention, MaskedAttention) else attention
+    if not isinstance(head, L2Attention) or (masked is not None and masked != causal):
+        received = f"MaskedAttention({type(head).__name__})" if causal else type(head).__name__
+        raise ValueError(
+            f"attention must be L2Attention{'' if masked is None else ' without a mask'} for this theorem, "
+            f"received {received}; see otattn.bounds.table for the theorems that apply to it."
+        )
+    return head

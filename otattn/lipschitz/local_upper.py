@@ -1,0 +1,179 @@
+r"""Upper bounds of the local constant at one measure, in one pass over the attention matrix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
+from otattn.attention.base import Measure
+from otattn.attention.kernels import NormalisedKernel
+from otattn.attention.pointwise import PointwiseAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.head_bounds import combine_heads, heads_of
+from otattn.lipschitz.rounding import log, safe_exp, up
+
+__all__ = ["local_upper_bound"]
+
+Array = NDArray[np.float64]
+BLOCK_BYTES = 64 * 2**20
+IDENTITY_LIMIT = 32
+"""Heads are combined through bounds with identity values up to this dimension (d^2 numbers an atom)."""
+_EPS = float(np.finfo(np.float64).eps)
+
+
+def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
+    r"""An upper bound of the ``W_2`` local constant at ``mu``, without forming the Jacobian.
+
+    Softmax: ``( max_j sum_i w_i P_ij lambda_i / w_j )^{1/2} + max_i ||V C_i A||``,
+    ``lambda_i = lambda_max( V (I + |g_i|^2 C_i) V^T )``. It bounds the particle and the splitting part,
+    with or without a mask, for tokens (weights ``1/n``) and weighted atoms.
+
+    Proof. Cauchy-Schwarz with the weights P_ij: ``|sum_j P_ij V B_ij eps_j|^2 <= lambda_max( sum_j P_ij V
+    B_ij B_ij^T V^T ) sum_j P_ij |eps_j|^2`` with ``B_ij = I + (x_j - m_i) g_i^T``; the sum of the ``B B^T``
+    is ``I + |g_i|^2 C_i`` since the ``x_j - m_i`` are centred. Multiply by w_i, sum over i and collect
+    ``|eps_j|^2``. The other term acts row by row.
+
+    L2: ``lambda_i = lambda_max( V [I - 2 (C_i H + H C_i) + sum_j P_ij |g_ij|^2 (x_j - m_i)(x_j - m_i)^T]
+    V^T )``, ``H = K^T K``, ``g_ij = 2 K^T (Q x_i - K x_j)``, and ``||V C_i 2 K^T Q||``. Unnormalised: ``(
+    sum_i w_i lambda_i )^{1/2} + max_i ||V sum_j w_j h'_ij x_j x_j^T A||`` with ``lambda_i = lambda_max(
+    sum_j w_j V B_ij B_ij^T V^T )``, ``B_ij = h_ij I + h'_ij x_j g_i^T``. Several heads: the smaller of the
+    sum of their bounds and (for d up to 32) the combination of ``multi_head_bound``.
+
+    Parameters
+    ----------
+    attention : softmax, L2, unnormalised or multi-head attention, masked or not
+    mu : measure or array_like (n, d)
+
+    Returns
+    -------
+    Bound
+        kind "upper" with ``domain = mu``: it belongs to this measure only.
+
+    Raises
+    ------
+    ValueError
+        Another kind of attention.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> local_upper_bound(SoftmaxAttention([[1.0]], [[1.0]]), [[0.0], [0.0]]).value
+    1.000...
+
+    References
+    ----------
+    otattn, local bound; costs ``n^2 e^2`` operations a head.
+    """
+    measure = attention.as_measure(mu)
+    live = measure if (measure.weights > 0).all() else measure.support()
+    times = getattr(live, "times", None) if attention.causal else None
+    heads = heads_of(attention)
+    parts = [_head(part.head, part.compact, live, times) for part in heads]
+    value = sum(parts)
+    if len(heads) > 1 and value > 0:
+        singles = [log(_head(part.head, part.head.V, live, times)) for part in heads]
+        value = min(value, safe_exp(combine_heads([part.output for part in heads], singles)[0]))
+    if len(heads) > 1 and value > 0 and live.dim <= IDENTITY_LIMIT:
+        singles = [log(_head(part.head, np.eye(live.dim), live, times)) for part in heads]
+        value = min(value, safe_exp(combine_heads([part.values for part in heads], singles)[0]))
+    return Bound(
+        up(float(value)),
+        "upper",
+        "otattn.bounds.local_upper_bound: local bound",
+        domain=measure,
+        n=measure.n,
+        details={"head_bounds": [float(c) for c in parts]},
+    )
+
+
+def _head(head: AttentionMap, U: Array, mu: Measure, times: Array | None) -> float:
+    if isinstance(head, PointwiseAttention):
+        return _pointwise(head, U, mu, times)
+    assert isinstance(head, SoftmaxAttention | L2Attention)
+    return _normalised(head, U, mu, times)
+
+
+def _normalised(head: SoftmaxAttention | L2Attention, U: Array, mu: Measure, times: Array | None) -> float:
+    kernel: NormalisedKernel = head._kernel(mu, times, None)
+    maps = kernel.head
+    w, n = mu.weights, mu.n
+    centre = w @ mu.points
+    z = mu.points - centre
+    values, keys = z @ U.T, kernel.K
+    e, k = values.shape[1], keys.shape[1]
+    queries = kernel.queries(mu.points)
+    field = np.asarray(np.linalg.qr(maps.Wq.T, mode="r")).T  # ||M W_q|| = ||M R^T||
+    identity = U @ U.T
+    outer = (values[:, :, None] * values[:, None, :]).reshape(n, e * e)
+    cross = (values[:, :, None] * keys[:, None, :]).reshape(n, e * k)
+    turn = maps.Wk @ U.T  # (k, e)
+    columns, rows_norm, reach = np.zeros(n), 0.0, 0.0
+    step = max(1, BLOCK_BYTES // (8 * (2 * n + 3 * e * e + 2 * e * k)))
+    for start in range(0, n, step):
+        rows = slice(start, min(n, start + step))
+        P = kernel.weights_of(queries, times, rows)
+        reach = max(reach, _logit_size(queries[rows], keys))
+        mean = P @ values
+        C = (P @ outer).reshape(-1, e, e) - mean[:, :, None] * mean[:, None, :]
+        M = (P @ cross).reshape(-1, e, k) - mean[:, :, None] * (P @ keys)[:, None, :]
+        if maps.quadratic:
+            # K x_j in the shifted frame: g_ij = W_k^T (q_i - 2 K_j), and |g_ij|^2 expands in K_j
+            form = identity + _quadratic_rows(P, queries[rows], keys, values, mean, maps.Wk)
+            bend = 2.0 * np.einsum("rek,kf->ref", M, turn)
+            form = form - bend - np.swapaxes(bend, 1, 2)
+        else:
+            g2 = np.sum((queries[rows] @ maps.Wk) ** 2, axis=1)
+            form = identity + g2[:, None, None] * C
+        lam = np.maximum(np.linalg.eigvalsh(form)[:, -1], 0.0)
+        # the covariances were formed by a difference of second moments around the mean of mu
+        size = np.trace(form, axis1=1, axis2=2) + float(np.trace(identity))
+        lam += 64.0 * _EPS * np.maximum(size, 0.0)
+        columns += (w[rows] * lam) @ P
+        rows_norm = max(rows_norm, float(np.linalg.norm(M @ field, ord=2, axis=(1, 2)).max()))
+    slack = 1.0 + 1e-12 + 64.0 * _EPS * reach
+    spread = float(np.abs(values).max(initial=0.0) * np.abs(keys).max(initial=0.0))
+    rows_norm += 64.0 * _EPS * math.sqrt(e * k) * spread * spectral_norm_upper(field)
+    return math.sqrt(float((columns / w).max())) * slack + rows_norm * slack
+
+
+def _quadratic_rows(P: Array, q: Array, keys: Array, values: Array, mean: Array, Wk: Array) -> Array:
+    """``sum_j P_ij |g_ij|^2 (v_j - mean_i)(v_j - mean_i)^T`` for L2 attention."""
+    out = np.empty((len(P), values.shape[1], values.shape[1]))
+    for i, row in enumerate(P):
+        g2 = np.sum(((q[i] - 2.0 * keys) @ Wk) ** 2, axis=1)
+        u = values - mean[i]
+        out[i] = (u * (row * g2)[:, None]).T @ u
+    return out
+
+
+def _pointwise(head: PointwiseAttention, U: Array, mu: Measure, times: Array | None) -> float:
+    w, x, n = mu.weights, mu.points, mu.n
+    values, e = x @ U.T, len(U)
+    g = x @ head.A.T
+    turned = x @ head.A  # rows A^T x_j
+    identity = U @ U.T
+    total, field_norm = 0.0, 0.0
+    for i in range(n):
+        s = x @ g[i]
+        seen = w if times is None else np.where(times <= times[i], w, 0.0)
+        slope = head.h.derivative(s)
+        weight = head.h.value(s)
+        # sum_j w_j (h U + h' v_j g^T)(h U^T + h' g v_j^T)
+        mixed = np.outer((seen * weight * slope) @ values, U @ g[i])
+        form = float(seen @ weight**2) * identity + mixed + mixed.T
+        form += float(g[i] @ g[i]) * (values * (seen * slope**2)[:, None]).T @ values
+        lam = float(np.linalg.eigvalsh(form)[-1])
+        total += float(w[i]) * max(0.0, lam + 64.0 * e * _EPS * float(np.abs(form).max(initial=0.0)))
+        field = (values * (seen * slope)[:, None]).T @ turned
+        field_norm = max(field_norm, spectral_norm_upper(field))
+    return (math.sqrt(total) + field_norm) * (1.0 + 1e-12)
+
+
+def _logit_size(q: Array, keys: Array) -> float:
+    """A bound of the logits' size, which scales the rounding of their exponentials."""
+    return float(np.linalg.norm(q, axis=1).max(initial=0.0) * np.linalg.norm(keys, axis=1).max(initial=0.0))

@@ -1,0 +1,220 @@
+r"""Our bounds of causal softmax attention, for the conditional ``W_p``: the mean p-norm on a sequence.
+
+Column sums are not controlled by kappa under a mask (with ``A = 0`` and two tokens the constant is 1.144,
+not 1): the first token is seen by every row. What holds instead uses ``P_ij <= E / (E + i - 1)``, ``E =
+e^{2t}``, for the row that sees i tokens. Notation as in :mod:`otattn.lipschitz.theorems`;
+:func:`otattn.lipschitz.theorems.row_bound` and, for ``p = inf``,
+:func:`otattn.lipschitz.theorems.column_bound` hold for masked attention as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from otattn import _validate as check
+from otattn.attention import AttentionMap
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.regions import Seen, check_count, resolve_domain, see
+from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant
+from otattn.lipschitz.setting import softmax_form
+from otattn.lipschitz.theorems import column_bound_of, outward, row_bound_of
+from otattn.measures.domains import Domain
+
+__all__ = ["masked_average_bound", "masked_column_bound", "masked_row_bound"]
+
+EXACT_ROWS = 20_000
+"""Sums over rows are taken term by term up to here and bounded by integrals beyond."""
+
+
+def masked_column_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int,
+    p: float = 2,
+) -> Bound:
+    r"""``sigma + S_n^{1/p} N_p`` with ``S_n = sum_{i=1}^n E / (E + i - 1)``, which grows like ``E log n``.
+
+    Proof. That of ``column_bound``, with the column sums ``sum_{i >= j} P_ij <= S_n``: a row of i tokens
+    whose logits differ by at most 2 t has weights of at most ``1 / (1 + (i-1) e^{-2t})``.
+
+    Parameters
+    ----------
+    attention : MaskedAttention
+        Of a softmax head.
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int
+    p : float
+        In ``[1, inf]``.
+
+    References
+    ----------
+    otattn, masked column bound.
+    """
+    return _masked_column(_seen(attention, radius, domain), check.count(n, "n"), check.check_order(p))
+
+
+def _masked_column(seen: Seen, n: int, p: float) -> Bound:
+    source = "otattn.bounds.masked_column_bound: masked column bound"
+    if n == 1:
+        return outward(log(seen.v), source, seen.region.domain, n, p, {})
+    row = math.sqrt(seen.row_variance) if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
+    total = _column_sum(2.0 * seen.t, n)
+    value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else math.log(total) / p))
+    details = {"column_sum": total, "sigma": seen.sigma, "row": row}
+    return outward(value, source, seen.region.domain, n, p, details)
+
+
+def _column_sum(spread: float, n: int) -> float:
+    """``S_n``, never below the exact sum."""
+    r = math.exp(-spread)
+    rows = np.arange(min(n, EXACT_ROWS), dtype=np.float64)
+    total = float(np.sum(1.0 / (1.0 + rows * r)))
+    if n > EXACT_ROWS:
+        # a decreasing term is at most the integral over the unit interval before it: E log((E + n - 1)/(E +
+        # m - 1))
+        step = (n - EXACT_ROWS) * r / (1.0 + (EXACT_ROWS - 1.0) * r)
+        rest = n - EXACT_ROWS if step < 1e-300 else math.log1p(step) / r
+        total += min(float(n - EXACT_ROWS), rest)
+    return up(total)
+
+
+def masked_row_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int,
+    p: float = 2,
+) -> Bound:
+    r"""n tokens, p = 2: ``sigma + v ( sum_i min(phi^2, Psi_i^2 / i) )^{1/2}``.
+
+    Proof. The squared norm of K is at most the sum over rows of their squared norms from ``R^{i d}``. A row
+    of i tokens has norm at most ``phi(t)``, and at most ``Psi_i / sqrt(i)``, since ``Psi_i`` bounds it from
+    ``L^2`` of the i equal atoms that it sees.
+
+    Parameters
+    ----------
+    attention : MaskedAttention
+        Of a softmax head.
+    radius, domain, n
+        As for :func:`masked_column_bound`.
+    p : float
+        Only 2.
+
+    References
+    ----------
+    otattn, masked row bound.
+    """
+    seen = _seen(attention, radius, domain)
+    if check.check_order(p) != 2.0:
+        raise ValueError(f"p must be 2 for masked_row_bound, received {p!r}; use masked_column_bound.")
+    return _masked_row(seen, check.count(n, "n"))
+
+
+def _masked_row(seen: Seen, n: int) -> Bound:
+    source = "otattn.bounds.masked_row_bound: masked row bound"
+    if n == 1:
+        return outward(log(seen.v), source, seen.region.domain, n, 2.0, {})
+    phi2 = row_constant(seen.t) ** 2
+    limit2 = density_constant(seen.t_ball, None)[0] ** 2
+    total, i = 0.0, 1
+    # blocks of rows: Psi_i grows with i and 1/i falls, so a block is bounded by its last Psi and its first
+    # 1/i
+    while i <= n:
+        last = i if i < 64 else min(n, i + i // 64)
+        if i >= EXACT_ROWS:
+            # the rest has at most Psi^2 (log n - log(i - 1))
+            total += min((n - i + 1.0) * phi2, limit2 * math.log(n / (i - 1.0)))
+            break
+        psi2 = density_constant(seen.t_ball, last)[0] ** 2
+        total += float(np.minimum(phi2, psi2 / np.arange(i, last + 1)).sum())
+        i = last + 1
+    value = log_sum(log(seen.sigma), log(seen.v) + 0.5 * math.log(up(total)))
+    details = {"row_constant": math.sqrt(phi2), "row_sum": total, "sigma": seen.sigma}
+    return outward(value, source, seen.region.domain, n, 2.0, details)
+
+
+def masked_average_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""Free of n: ``sigma + v inf_r N_r ( E p / (p - r) )^{1/r}``, r in [1, p), ``E = e^{2t}``.
+
+    For ``1 < p < inf``. ``N_r`` is :func:`otattn.lipschitz.row_constants.hoelder_constant`. It holds for
+    every measure on ``[0, 1] x R^d`` in the conditional ``W_p``; every r gives a bound.
+
+    Proof. ``|K eps|(s, x) <= N_r (E_P |eps|^r)^{1/r} <= N_r E^{1/r} (M h(s))^{1/r}`` with ``h = |eps|^r``
+    and M the average over the times ``tau <= s``: the row's density against the normalised restriction is
+    at most E. By Hardy's inequality for averages, which holds for every measure on times (Copson), ``||M
+    h||_q <= q/(q-1) ||h||_q`` with ``q = p/r > 1``, so ``||K eps||_p <= N_r E^{1/r} (q/(q-1))^{1/r}
+    ||eps||_p``.
+
+    Parameters
+    ----------
+    attention : MaskedAttention
+        Of a softmax head.
+    radius, domain
+        As for :func:`masked_column_bound`.
+    n : int, optional
+        Recorded only.
+    p : float
+        In ``(1, inf)``; for ``p = inf`` use ``column_bound``.
+
+    References
+    ----------
+    otattn, masked average bound.
+    """
+    order = check.check_order(p)
+    if not 1.0 < order < math.inf:
+        raise ValueError(
+            f"p must lie in (1, inf) for masked_average_bound, received {p!r}; use masked_column_bound."
+        )
+    return _masked_average(_seen(attention, radius, domain), check_count(n), order)
+
+
+def _masked_average(seen: Seen, n: int | None, p: float) -> Bound:
+    source = "otattn.bounds.masked_average_bound: masked average bound"
+    if n == 1:
+        return outward(log(seen.v), source, seen.region.domain, n, p, {})
+    t = seen.t
+    r = np.concatenate([[1.0], 1.0 + (p - 1.0) * np.linspace(0.005, 0.995, 199)])
+    # log N_r: the closed form (1 + t^2)^{1/r'} (1 + 2t)^{1 - 2/r'} for r < 2, 1/r' = 1 - 1/r
+    conjugate = 1.0 - 1.0 / r
+    norms = np.where(
+        r < 2.0,
+        conjugate * math.log1p(t * t) + (1.0 - 2.0 * conjugate) * math.log1p(2.0 * t),
+        0.5 * math.log1p(t * t),
+    )
+    values = norms + (2.0 * t + np.log(p / (p - r))) / r
+    k = int(values.argmin())
+    value = log_sum(log(seen.sigma), log(seen.v) + float(values[k]))
+    return outward(value, source, seen.region.domain, n, p, {"r": float(r[k]), "sigma": seen.sigma})
+
+
+def masked_softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
+    """Every bound that applies to a head with a causal mask (none for ``p = 1`` and any measure)."""
+    out: list[Bound] = []
+    if math.isinf(p):
+        return [column_bound_of(seen, n, p)]
+    if n is not None:
+        out.append(_masked_column(seen, n, p))
+        if p == 2.0:
+            out += [row_bound_of(seen, n), _masked_row(seen, n)]
+    if p > 1.0:
+        out.append(_masked_average(seen, n, p))
+    return out
+
+
+def _seen(attention: AttentionMap, radius: float | None, domain: Domain | None) -> Seen:
+    return see(softmax_form(attention, masked=True), resolve_domain(radius, domain, attention.in_dim))

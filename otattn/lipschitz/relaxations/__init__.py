@@ -1,0 +1,20 @@
+"""Relaxations: upper bounds found by convex programs and certified in numpy, independent of any solver's status."""
+
+from otattn.lipschitz.relaxations.certificate import Certificate
+from otattn.lipschitz.relaxations.column_sums import kappa
+from otattn.lipschitz.relaxations.field import field_jacobian
+from otattn.lipschitz.relaxations.heads import multihead
+from otattn.lipschitz.relaxations.interval_simplex import interval_simplex
+from otattn.lipschitz.relaxations.local_ball import local_ball
+from otattn.lipschitz.relaxations.self_entropy import row_constant, self_entropy
+
+__all__ = [
+    "Certificate",
+    "field_jacobian",
+    "interval_simplex",
+    "kappa",
+    "local_ball",
+    "multihead",
+    "row_constant",
+    "self_entropy",
+]

@@ -1,0 +1,115 @@
+"""Certified maxima by branch and bound: boxes are bounded by their worst corner, and the worst boxes are halved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Maximum", "boxes", "maximise"]
+
+Array = NDArray[np.float64]
+CellBound = Callable[[Array, Array], Array | tuple[Array, Array]]
+
+
+@dataclass(frozen=True)
+class Maximum:
+    """A maximum over boxes: ``value`` is an upper bound, ``seen`` the largest bound of a single point.
+
+    ``lo, hi (dims,)`` is the box where ``value`` stands, ``cells`` the number of boxes evaluated.
+    """
+
+    value: float
+    seen: float
+    lo: Array
+    hi: Array
+    cells: int
+
+
+def boxes(*axes: Array) -> tuple[Array, Array]:
+    """The boxes of a product grid, as ``lo, hi`` of shape ``(dims, count)``."""
+    low = np.meshgrid(*[x[:-1] for x in axes], indexing="ij")
+    high = np.meshgrid(*[x[1:] for x in axes], indexing="ij")
+    return np.array([x.ravel() for x in low]), np.array([x.ravel() for x in high])
+
+
+def maximise(
+    bound: CellBound,
+    lo: Array,
+    hi: Array,
+    *,
+    tol: float,
+    max_cells: int,
+    floor: float = -np.inf,
+    probe: int = 64,
+) -> Maximum:
+    """Upper bound of the maximum of ``bound`` over the boxes, within ``tol`` of the best point when cells suffice.
+
+    Parameters
+    ----------
+    bound : callable
+        ``bound(lo, hi) -> (count,)``, an upper bound on each box, ``-inf`` where the box is empty. A degenerate box
+        ``lo == hi`` stands for a point. It may return ``(bound, pull)``, ``pull (dims, count)`` the looseness that each
+        side is to blame for: the side with the largest is halved (by default the relatively longest side).
+    lo, hi : ndarray (dims, count)
+        Boxes that cover the domain; each later box is a half of an earlier one, so the cover stays.
+    tol : float
+        Absolute gap at which a box is left alone.
+    max_cells : int
+        Evaluations after which the current (valid) bound is returned.
+    floor : float
+        A value below which the maximum is of no interest: boxes below it are not split.
+    probe : int
+        Number of leading boxes whose middle is evaluated each round.
+    """
+    widths = np.maximum((hi - lo).max(axis=1, keepdims=True), 1e-300)
+
+    def evaluate(lo: Array, hi: Array) -> tuple[Array, Array]:
+        found = bound(lo, hi)
+        return found if isinstance(found, tuple) else (found, (hi - lo) / widths)
+
+    value, pull = evaluate(lo, hi)
+    cells = value.size
+    seen, settled = floor, -np.inf
+    worst_lo, worst_hi = lo[:, 0], hi[:, 0]
+
+    while True:
+        alive = value > -np.inf
+        lo, hi, value, pull = lo[:, alive], hi[:, alive], value[alive], pull[:, alive]
+        if value.size == 0:
+            break
+        order = np.argsort(value)[::-1]
+        lo, hi, value, pull = lo[:, order], hi[:, order], value[order], pull[:, order]
+        middle = 0.5 * (lo[:, :probe] + hi[:, :probe])
+        points, _ = evaluate(middle, middle)
+        seen = max(seen, float(points.max(initial=-np.inf)))
+        active = int(np.searchsorted(-value, -(seen + tol), side="left"))
+        full = cells >= max_cells
+        rest = 0 if full else active
+        if rest < value.size and value[rest] > settled:
+            settled = float(value[rest])
+            worst_lo, worst_hi = lo[:, rest], hi[:, rest]
+        if rest == 0:
+            break
+        # best first: when there are too many, the lowest of the active boxes wait unsplit
+        take = min(rest, max(1, max_cells // 8))
+        wait = slice(take, rest)
+        axis = pull[:, :take].argmax(axis=0)
+        picked = np.arange(take)
+        cut = 0.5 * (lo[axis, picked] + hi[axis, picked])
+        low_hi, high_lo = hi[:, :take].copy(), lo[:, :take].copy()
+        low_hi[axis, picked] = cut
+        high_lo[axis, picked] = cut
+        new_lo = np.concatenate([lo[:, :take], high_lo], axis=1)
+        new_hi = np.concatenate([low_hi, hi[:, :take]], axis=1)
+        # a half is never worse than the whole
+        new_value, new_pull = evaluate(new_lo, new_hi)
+        new_value = np.minimum(new_value, np.tile(value[:take], 2))
+        cells += new_value.size
+        lo = np.concatenate([new_lo, lo[:, wait]], axis=1)
+        hi = np.concatenate([new_hi, hi[:, wait]], axis=1)
+        value = np.concatenate([new_value, value[wait]])
+        pull = np.concatenate([new_pull, pull[:, wait]], axis=1)
+    return Maximum(settled, seen, worst_lo, worst_hi, cells)

@@ -1,0 +1,70 @@
+"""The two ways in which multipliers are found: a scalar search, or cvxpy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scipy.optimize import minimize_scalar
+
+from otattn import _validate as check
+from otattn.errors import CertificateError
+
+__all__ = ["Proposal", "cvxpy_solve", "scalar_search"]
+
+_ITERATION_OPTION = {"CLARABEL": "max_iter", "SCS": "max_iters"}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a solver says of its own work; a record, not a proof."""
+
+    solver: str
+    status: str
+    value: float
+
+
+def scalar_search(
+    function: Callable[[float], float], low: float, high: float, *, max_iter: int | None = None
+) -> tuple[float, Proposal]:
+    """A minimiser of a convex function on ``[low, high]``, ends included."""
+    options = {"xatol": 1e-11 * max(abs(low), abs(high)), "maxiter": 200 if max_iter is None else max_iter}
+    result = minimize_scalar(function, bounds=(low, high), method="bounded", options=options)
+    best = min((float(result.x), low, high), key=function)
+    status = "optimal" if result.success else "iteration_limit"
+    return best, Proposal("scalar search", status, float(function(best)))
+
+
+def cvxpy_solve(problem: Any, solver: str, max_iter: int | None = None) -> Proposal:
+    """Run a cvxpy problem; its variables then hold a proposal, which the caller must repair and evaluate.
+
+    Raises
+    ------
+    ValueError
+        The solver is not one of those supported.
+    CertificateError
+        The solver gave no point at all.
+    """
+    import cvxpy as cp
+
+    name = str(solver).upper()
+    if name not in _ITERATION_OPTION:
+        raise ValueError(
+            f"solver must be one of {sorted(_ITERATION_OPTION)}, received {solver!r}; both come with cvxpy."
+        )
+    options = {} if max_iter is None else {_ITERATION_OPTION[name]: check.count(max_iter, "max_iter")}
+    with warnings.catch_warnings():
+        # an inaccurate point is welcome: it is repaired, and its value recomputed, before anybody sees it
+        warnings.filterwarnings("ignore", message="Solution may be inaccurate", category=UserWarning)
+        try:
+            problem.solve(solver=name, **options)
+        except cp.error.SolverError as exc:
+            raise CertificateError(
+                f"{name} gave no multipliers ({exc}); try another solver or a larger max_iter."
+            ) from exc
+    if any(variable.value is None for variable in problem.variables()):
+        raise CertificateError(f"{name} gave no multipliers (status {problem.status}); try another solver.")
+    value = problem.value
+    return Proposal(name, str(problem.status), float("nan") if value is None else float(value))

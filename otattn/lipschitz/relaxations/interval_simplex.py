@@ -1,0 +1,183 @@
+r"""Largest covariance over an interval simplex, ``max lambda_max(Cov_p(y))`` over ``l <= p <= u``, ``sum p = 1``.
+
+For a unit vector v, ``Var_p <v, y> <= sum_j p_j <v, y_j - b>^2`` for every centre b. With ``Y_j = (y_j - b)(y_j - b)^T``,
+``U = v v^T`` and ``U_j = p_j U`` that is at most
+
+.. math:: \max \sum_j \operatorname{tr}(Y_j U_j), \quad l_j U \preceq U_j \preceq u_j U, \ \sum_j U_j = U, \ \operatorname{tr} U = 1.
+
+Dual: for every symmetric N and all ``L_j >= 0`` with ``L_j >= N - Y_j``,
+
+.. math:: \lambda_{\max}\bigl( N + \sum_j u_j (Y_j - N) + \sum_j (u_j - l_j) L_j \bigr)
+
+is an upper bound: ``Y_j - N = (Y_j - N + L_j) - L_j``, both parts PSD, so
+``sum_j tr(Y_j U_j) = tr(N U) + sum_j tr((Y_j - N) U_j) <= tr(N U) + sum_j u_j tr((Y_j - N + L_j) U) - l_j tr(L_j U)``.
+
+A cheap family, one scalar: ``N = eta I`` with the spectral parts for L_j gives, with ``yhat = y/|y|``,
+``eta (1 - sum l) + lambda_max( sum_j [ l_j min(eta, |y_j|^2) + u_j (|y_j|^2 - eta)_+ ] yhat_j yhat_j^T )`` for every
+``eta >= 0``; it is exact for d = 1 (the linear program's dual).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn._linalg import lambda_max_upper, symmetrize
+from otattn.lipschitz.relaxations._quadratic import EPS
+from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve
+from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+
+__all__ = ["interval_simplex", "threshold_bounds"]
+
+Array = NDArray[np.float64]
+
+
+def interval_simplex(
+    points: ArrayLike,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    *,
+    solver: str = "CLARABEL",
+    max_iter: int | None = None,
+) -> Certificate:
+    r"""Certified bound of the covariance's norm over all weights between ``lower`` and ``upper``.
+
+    Parameters
+    ----------
+    points : array_like (n, d)
+    lower, upper : array_like (n,)
+        ``0 <= lower <= upper``, ``sum lower <= 1 <= sum upper``.
+    solver : {"CLARABEL", "SCS"}
+    max_iter : int, optional
+        Iteration limit of the solver.
+
+    Returns
+    -------
+    Certificate
+        Multipliers ``N`` (d, d) and ``L`` (n, d, d). ``details["attained"]`` is the covariance's norm that an ascent
+        over the weights reached. Costs 2 n matrix inequalities of size d: seconds for n = 32, d = 8.
+
+    Raises
+    ------
+    ValueError
+        No weights lie between the bounds.
+    CertificateError
+        The solver proposed nothing usable.
+
+    Examples
+    --------
+    >>> bound = interval_simplex([[-1.0], [1.0]], [0.0, 0.0], [1.0, 1.0])
+    >>> round(bound.value, 6)
+    1.0
+
+    References
+    ----------
+    Our own relaxation; the proof is in the docstring of this module.
+    """
+    y = check.points(points, "points")
+    low = check.vector(lower, "lower", size=len(y))
+    high = check.vector(upper, "upper", size=len(y))
+    if (low < 0).any() or (low > high).any() or low.sum() > 1 + 1e-12 or high.sum() < 1 - 1e-12:
+        raise ValueError(
+            "lower and upper must satisfy 0 <= lower <= upper and sum(lower) <= 1 <= sum(upper), received sums "
+            f"{low.sum():g} and {high.sum():g}, least lower {low.min():g}, largest lower - upper {(low - high).max():g}."
+        )
+    high = np.minimum(high, 1.0)
+    spread = high - low
+    total = float(spread.sum())
+    middle = low + spread * ((1.0 - low.sum()) / total if total > 0 else 0.0)
+    center = middle @ y
+    scale = float(np.linalg.norm(y - center, axis=1).max())
+    z = (y - center) / scale if scale > 0 else np.zeros_like(y)
+    N, L, proposal = (
+        np.zeros((y.shape[1],) * 2),
+        np.zeros((len(y), y.shape[1], y.shape[1])),
+        Proposal("none", "", 0.0),
+    )
+    if scale > 0:
+        N, L, proposal = _sdp(z, low, high, solver, max_iter)
+    return certify(
+        "interval_simplex",
+        problem={"points": z, "lower": low, "upper": high, "scale": scale**2},
+        multipliers={"N": N, "L": L},
+        source="covariance over an interval simplex (own relaxation)",
+        solver=proposal.solver,
+        solver_status=proposal.status,
+        solver_value=proposal.value * scale**2,
+        n=len(y),
+        details={"attained": _attained(y - center, low, high, middle)},
+    )
+
+
+@dual_function("interval_simplex")
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    y, low, high = problem["points"], problem["lower"], problem["upper"]
+    n, d = y.shape
+    N = symmetrize(multiplier(multipliers, "N", (d, d)))
+    L = symmetrize(multiplier(multipliers, "L", (n, d, d)))
+    gaps = y[:, :, None] * y[:, None, :] - N
+    # the least shift that makes L_j and L_j + Y_j - N positive semi-definite, by more than the eigenvalues' error
+    size = 1.0 + float(np.abs(N).sum()) + np.abs(L).sum(axis=(1, 2))
+    least = np.minimum(np.linalg.eigvalsh(L)[:, 0], np.linalg.eigvalsh(L + gaps)[:, 0])
+    shift = np.maximum(0.0, -least) + 8.0 * d * EPS * size
+    total = N + np.einsum("j,jab->ab", high, gaps) + np.einsum("j,jab->ab", high - low, L)
+    value = lambda_max_upper(total) + float((high - low) @ shift)
+    return float(problem["scale"] * max(0.0, value + 8.0 * (n + d) * EPS * float(high @ size)))
+
+
+def _sdp(
+    y: Array, low: Array, high: Array, solver: str, max_iter: int | None
+) -> tuple[Array, Array, Proposal]:
+    import cvxpy as cp
+
+    n, d = y.shape
+    N = cp.Variable((d, d), symmetric=True)
+    L = [cp.Variable((d, d), PSD=True) for _ in range(n)]
+    Y = y[:, :, None] * y[:, None, :]
+    total = N + sum(high[j] * (Y[j] - N) + (high[j] - low[j]) * L[j] for j in range(n))
+    constraints = [L[j] + Y[j] - N >> 0 for j in range(n)]
+    proposal = cvxpy_solve(cp.Problem(cp.Minimize(cp.lambda_max(total)), constraints), solver, max_iter)
+    return np.asarray(N.value), np.stack([np.asarray(Lj.value) for Lj in L]), proposal
+
+
+def _attained(y: Array, low: Array, high: Array, start: Array) -> float:
+    """The norm of the covariance that alternating between the direction and the weights reaches."""
+    best = 0.0
+    p = start
+    for _ in range(30):
+        m = p @ y
+        w, U = np.linalg.eigh(((y - m) * p[:, None]).T @ (y - m))
+        best = max(best, float(w[-1]))
+        # the variance is concave in p: its linearisation at p is maximised by filling the largest gains
+        gain = ((y - m) @ U[:, -1]) ** 2
+        order = np.argsort(-gain)
+        room = np.cumsum((high - low)[order])
+        q = low.copy()
+        q[order] += np.diff(np.minimum(room, 1.0 - low.sum()), prepend=0.0)
+        p = 0.5 * (p + q)
+    return best
+
+
+def threshold_bounds(y: Array, low: Array, high: Array, eta: Array) -> Array:
+    """The one-scalar bounds of a batch: ``y (m, n, d)``, ``low, high (m, n)``, ``eta (m,)`` non-negative; ``(m,)``.
+
+    The entries of ``y`` are differences to any centre, the same within each of the m problems.
+    """
+    size = np.sum(y**2, axis=-1)
+    level = eta[:, None]
+    # coefficient of y y^T: that of yhat yhat^T over |y|^2, finite at y = 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inside = np.where(size > 0, np.minimum(level / size, 1.0), 1.0)
+        outside = np.where(size > 0, np.maximum(1.0 - level / size, 0.0), 0.0)
+    weights = low * inside + high * outside
+    scaled = np.sqrt(weights)[..., None] * y
+    k, d = y.shape[-2:]
+    gram = np.swapaxes(scaled, -1, -2) @ scaled if d <= k else scaled @ np.swapaxes(scaled, -1, -2)
+    top = np.linalg.eigvalsh(gram)[:, -1] * (1.0 + 8.0 * (k + d) * EPS)
+    return np.asarray(
+        eta * np.maximum(0.0, 1.0 - low.sum(axis=1) * (1.0 - 4 * k * EPS)) + np.maximum(top, 0.0)
+    )

@@ -1,0 +1,284 @@
+r"""The discrete constant from the two tokens that move most, each row's spread, and the column sums together (T8).
+
+Unit ball, notation of :mod:`otattn.lipschitz.relaxations.regions`. Let ``eps`` be a unit displacement of n tokens with
+norms ``e_1 >= e_2 >= ...`` after sorting, ``D f eps = V (K_i eps + C_i A eps_i)_i``, ``K_i eps = sum_j p_j (I + y_j g^T)
+eps_j`` with ``p_j = P_ij``, ``y_j = z_j - m_i``, ``g = g_i``, ``gamma = |g|``, ``lam = lambda_max(C_i)``.
+
+**Row.** For a unit u let ``N_j = |u + <u,y_j> g|``. ``sum_j p_j N_j^2 = 1 + 2 <u,g> sum p_j <u,y_j> + gamma^2 u^T C_i u <=
+Omega = 1 + gamma^2 lam``. With ``p = p_1``, ``X = p N_1`` and ``Y = sum_{j>1} p_j N_j``,
+
+.. math:: \langle u, K_i\epsilon\rangle \le e_1 X + e_2 Y, \qquad \frac{X^2}{p} + \frac{Y^2}{1-p} \le \Omega, \qquad
+          X \le p + \gamma \min\bigl(2p(1-p), \sqrt{\lambda p (1-p)}\bigr) .
+
+The second is Cauchy-Schwarz, ``Y^2 <= (1-p) sum_{j>1} p_j N_j^2``. For the third put ``s = <u,y_1>``; the other tokens have
+mean ``-p s/(1-p)`` along u, so ``|s|/(1-p) <= 2`` (a chord of the ball) and ``p s^2 + (1-p) (p s/(1-p))^2 = p s^2/(1-p) <=
+u^T C_i u <= lam``. Call k the maximum over p; when p > 1/2, ``lam <= 4 p (1-p)`` (along any u the mean is at least
+``p |t| - (1-p)`` in absolute value, t the heavy atom's coordinate, so the variance is at most
+``p t^2 + 1 - p - (p|t| - 1 + p)_+^2``, which increases with ``|t| <= 1``). k increases in ``e_1, e_2, gamma, lam``, is homogeneous
+in e, and equals ``e sqrt(Omega)`` at ``e_1 = e_2 = e``.
+
+**Field part.** ``|V C_i A eps_i| <= sigma tr(C_i) e_i`` (T0), and T7 bounds ``tr C_i``: put ``lam`` for this bound.
+
+**Columns.** ``|K_i eps|^2 <= Omega sum_j P_ij e_j^2`` (Cauchy-Schwarz) and ``sum_i P_ij <= T_n`` (T5), so with
+``k_i = |K_i eps|``: ``sum_i k_i^2 / Omega_i <= T_n``, ``T_n = min(n, 1 + 1/(1/(n-1) + e^{-kappa}))``.
+
+**Joint.** ``|D f eps|^2 <= sum_i (v k_i + sigma lam_i e_i)^2`` subject to ``k_i <= k(e_1, e_2; gamma_i, lam_i)``, the column
+constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`` in the region of T7. With multipliers
+``alpha, mu >= 0``, and ``rem = 1 - e_1^2 - e_2^2``,
+
+.. math:: \alpha T_n + \mu\, rem + F(e_1) + F(e_2) + (n-2) \max_{0 \le e \le e_2} (F(e) - \mu e^2), \quad
+          F(e) = \max_{(\gamma,\lambda)} \max_{0 \le \kappa \le k} (v\kappa + \sigma\lambda e)^2 - \alpha \kappa^2/\Omega .
+
+Any ``alpha, mu`` is valid, also one a cell; on a cell of ``(rho, theta)``, ``e_1 = rho cos theta``, ``e_2 = rho sin theta``,
+every term is monotone, so the corner with the largest e's in k and F, and the smallest rho in rem, bounds the cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn.errors import CertificateError
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.relaxations._cells import boxes, maximise
+from otattn.lipschitz.relaxations.certificate import certify, dual_function
+from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, spread_region, unit_head
+from otattn.measures.domains import Domain
+
+__all__ = ["joint"]
+
+Array = NDArray[np.float64]
+
+_CELLS = 20_000
+
+
+def column_sum(n: int, kappa: float) -> float:
+    """``T_n``, outward."""
+    if n == 1:
+        return 1.0
+    return min(float(n), (1.0 + 1.0 / (1.0 / (n - 1) + math.exp(-kappa))) * (1 + 1e-14))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The row constants at the corners of the region: all arrays have one entry a corner.
+
+    ``ratio`` is ``sigma / v`` (the field part per unit of trace and of v).
+    """
+
+    gamma: Array
+    spread: Array
+    ratio: float
+    n: int
+    T: float
+    atoms: int
+
+    @property
+    def omega(self) -> Array:
+        """``1 + gamma^2 lam``."""
+        return 1.0 + self.gamma**2 * self.spread
+
+    def row(self, e1: Array, e2: Array) -> Array:
+        """``k (cells, corners)`` for token norms ``e1, e2 (cells,)``: the maximum over cells of the atom's mass p.
+
+        The maximum of ``e1 X + e2 Y`` is at most ``(e1 - z) cap + sqrt(Omega (p z^2 + (1-p) e2^2))`` for every z in
+        ``[0, e1]``; the best z for the middle p is used on the whole cell, where the root is largest at an end.
+        """
+        edges = np.linspace(0.0, 1.0, self.atoms + 1)
+        best = np.zeros((e1.size, self.gamma.size))
+        x1, x2 = e1[:, None], e2[:, None]
+        for a, b in zip(edges[:-1], edges[1:], strict=True):
+            p, near = 0.5 * (a + b), min(max(0.5, a), b)
+            lam = np.minimum(self.spread, 4 * a * (1 - a) if a > 0.5 else 1.0)
+            omega = 1.0 + self.gamma**2 * lam
+            cap = b + self.gamma * np.minimum(2 * near * (1 - near), np.sqrt(lam * near * (1 - near)))
+            room = p * omega - cap**2
+            with np.errstate(divide="ignore"):
+                z = np.where(room > 0, cap * np.sqrt((1 - p) / (p * np.maximum(room, 0.0))), np.inf)
+            z = np.minimum(x1, np.where(x2 > 0, x2 * z, np.where(room > 0, 0.0, np.inf)))
+            root = np.sqrt(omega * np.maximum(a * z**2 + (1 - a) * x2**2, b * z**2 + (1 - b) * x2**2))
+            best = np.maximum(best, (x1 - z) * cap + root)
+        return best
+
+    def peak(self, k: Array, e: Array, alpha: Array) -> Array:
+        """``max_{x <= k} (x + ratio lam e)^2 - alpha x^2 / Omega``, elementwise."""
+        b = self.ratio * self.spread * e
+        shrink = alpha / self.omega
+        with np.errstate(divide="ignore", invalid="ignore"):
+            x = np.where(shrink > 1, np.minimum(k, b / (shrink - 1)), k)
+        x = np.where(np.isfinite(x), x, k)
+        return np.asarray((x + b) ** 2 - shrink * x**2)
+
+    def total(self, k: Array, e1: Array, e2: Array, rem: Array, alpha: Array, mu: Array) -> Array:
+        """The bound at multipliers ``alpha, mu``; ``k (..., corners)``, the others broadcast to ``(...)``."""
+        e1, e2, alpha, mu = (np.asarray(x)[..., None] for x in (e1, e2, alpha, mu))
+        value = alpha[..., 0] * self.T + self.peak(k, e1, alpha).max(axis=-1)
+        if self.n == 1:
+            return np.asarray(value)
+        value = value + self.peak(k, e2, alpha).max(axis=-1)
+        if self.n > 2:
+            b = self.ratio * self.spread
+            with np.errstate(divide="ignore", invalid="ignore"):
+                # past the e where the inner maximum over x saturates, F(e) - mu e^2 is (k + b e)^2 - mu e^2 - const
+                vertex = np.where(mu > b**2, k * b / (mu - b**2), np.inf)
+            rest = np.zeros(value.shape + (1,))
+            for e in (np.minimum(e2, np.where(np.isnan(vertex), np.inf, vertex)), e2 + 0 * k):
+                rest = np.maximum(rest, self.peak(k, e, alpha) - mu * e**2)
+            zero = self.peak(k, 0 * e2, alpha)
+            rest = np.maximum(rest, zero)
+            value = value + mu[..., 0] * rem + (self.n - 2) * rest.max(axis=-1)
+        return np.asarray(value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Cells of ``(rho, theta)``, and the multipliers ``nodes (4, count)`` = rho, theta, alpha, mu to try on them."""
+
+    rows: _Rows
+    nodes: Array
+
+    def corner(self, lo: Array, hi: Array) -> tuple[Array, Array, Array, Array]:
+        """``k, e1, e2, rem`` at the worst corner of each cell."""
+        (r0, t0), (r1, t1) = lo, hi
+        angles, where = np.unique(np.array([t0, t1]), axis=1, return_inverse=True)
+        k = self.rows.row(np.cos(angles[0]), np.sin(angles[1]))[where.ravel()] * r1[:, None]
+        e1, e2 = r1 * np.cos(t0), r1 * np.sin(t1)
+        return k, e1, e2, np.clip(1 - r0**2, 0.0, max(0, self.rows.n - 2) * e2**2)
+
+    def bound(self, lo: Array, hi: Array) -> Array:
+        """Logarithm of the bound of each cell, with the multipliers of the nearest nodes and close to them."""
+        k, e1, e2, rem = self.corner(lo, hi)
+        middle = 0.5 * (lo + hi)
+        distance = ((middle[:, :, None] - self.nodes[:2, None, :]) ** 2).sum(axis=0)
+        nearest = np.argsort(distance, axis=1, kind="stable")[:, :3]
+        value = np.full(e1.shape, np.inf)
+        for column in nearest.T:
+            alpha, mu = self.nodes[2:, column]
+            for factor in (0.85, 1.0, 1.2) if self.rows.n > 2 else (1.0,):
+                value = np.minimum(value, self.rows.total(k, e1, e2, rem, alpha, factor * mu))
+        # the other norms cannot hold what the two largest leave
+        empty = 1 - hi[0] ** 2 > (self.rows.n - 2) * e2**2 * (1 + 1e-12) + 1e-12
+        return np.where(empty, -np.inf, np.log(value))
+
+    def multipliers(self, points: Array) -> Array:
+        """Good ``alpha, mu`` at ``points (2, count)``; the bound is convex in both, and a grid is refined around its best."""
+        k, e1, e2, rem = self.corner(points, points)
+        omega = float(self.rows.omega.max())
+        slope = self.rows.peak(k, e2[:, None], np.zeros((1, 1))).max(axis=-1) / np.maximum(e2, 0.05) ** 2
+        best, alpha, mu = np.full(e1.shape, np.inf), np.zeros(e1.shape), np.zeros(e1.shape)
+
+        def attempt(a: Array, m: Array) -> None:
+            nonlocal best, alpha, mu
+            value = self.rows.total(k, e1, e2, rem, a, m)
+            better = value < best
+            best, alpha, mu = np.where(better, value, best), np.where(better, a, alpha), np.where(better, m, mu)
+
+        sizes = np.geomspace(1e-3, 8.0, 12) if self.rows.n > 2 else np.zeros(1)
+        for a in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0):
+            for m in sizes:
+                attempt(np.full(e1.shape, a * omega), m * slope)
+        for step in (1.5, 1.25, 1.12, 1.06, 1.03):
+            for _ in range(2):
+                for fa in (1 / step, 1.0, step):
+                    for fm in (1 / step, 1.0, step):
+                        attempt(fa * alpha, fm * mu)
+        return np.array([alpha, mu])
+
+
+def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> _Rows:
+    head = UnitHead(
+        problem["A"],
+        problem["c"],
+        *(float(problem[k]) for k in ("a", "top", "v", "sigma", "trace_sigma", "kappa")),
+    )
+    n = int(problem["n"])
+    family = SelfLogit.build(head, multipliers["nu"], multipliers["gap"])
+    gamma, spread = spread_region(head, n, family, cells=int(problem["cells"]))
+    return _Rows(gamma, spread, head.trace_sigma / head.v, n, column_sum(n, head.kappa), int(problem["atoms"]))
+
+
+def _prove(search: _Search, tol: float) -> Any:
+    low = math.sqrt(2 / search.rows.n) * (1 - 1e-14)
+    rho = np.linspace(low, 1.0, 9) if search.rows.n > 2 else np.ones(2)
+    return maximise(search.bound, *boxes(rho, np.linspace(0.0, math.pi / 4, 9)), tol=tol, max_cells=_CELLS)
+
+
+@dual_function("joint")
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    nodes = multipliers["nodes"]
+    if nodes.ndim != 2 or len(nodes) != 4 or nodes.shape[1] == 0 or not (nodes[2:] >= 0).all():
+        raise CertificateError("nodes must be rows rho, theta, alpha >= 0, mu >= 0; run the search again.")
+    found = _prove(_Search(_rows(problem, multipliers), nodes), float(problem["tol"]))
+    return float(problem["v"]) * math.exp(0.5 * found.value) * (1 + 1e-12)
+
+
+def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast") -> Bound:
+    """Upper bound of the Lipschitz constant of n tokens: T8 with the column sums, by branch and bound.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        Any A, V and biases.
+    domain : Domain or float
+        A float is the radius of a ball.
+    n : int
+        Number of tokens; one token is moved by V alone.
+    effort : {"fast", "deep"}
+        Relative accuracy 1e-2 or 1e-3 of the maximum, and coarser or finer cells for the rows.
+
+    Returns
+    -------
+    Certificate
+        Multipliers: those of S2 (``nu``, ``gap``) and ``nodes (4, m)``, the multipliers alpha and mu by ``(rho, theta)``.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> bound = joint(SoftmaxAttention([[-4.0]], [[1.0]]), 1.0, 2)
+    >>> bound.value < 8, bound.verify()
+    (True, True)
+    """
+    if effort not in ("fast", "deep"):
+        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
+    count = check.count(n, "n")
+    head = unit_head(attention, domain)
+    source = "otattn/lipschitz/relaxations/joint.py, T8"
+    if count == 1 or head.v == 0.0:
+        return Bound(head.v, "upper", source, domain=domain, n=count)
+    deep = effort == "deep"
+    names = ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")
+    problem = {k: getattr(head, k) for k in names}
+    problem |= {"n": count, "cells": 400 if deep else 100, "atoms": 200 if deep else 80, "tol": 2e-3 if deep else 1e-2}
+    family = SelfLogit.default(head)
+    multipliers = {"nu": family.nu, "gap": family.gap}
+    rows = _rows(problem, multipliers)
+    low = math.sqrt(2 / count)
+    rho = np.linspace(low, 1.0, 7) if count > 2 else np.ones(1)
+    points = np.array([x.ravel() for x in np.meshgrid(rho, np.linspace(0.0, math.pi / 4, 7))])
+    nodes = np.vstack([points, _Search(rows, points).multipliers(points)])
+    found = _prove(_Search(rows, nodes), problem["tol"])
+    for _ in range(3):
+        spot = 0.5 * (found.lo + found.hi)[:, None]
+        nodes_new = np.hstack([nodes, np.vstack([spot, _Search(rows, nodes).multipliers(spot)])])
+        again = _prove(_Search(rows, nodes_new), problem["tol"])
+        gain, nodes, found = found.value - again.value, nodes_new, again
+        if gain < 0.3 * problem["tol"]:
+            break
+    return certify(
+        "joint",
+        problem=problem,
+        multipliers={**multipliers, "nodes": nodes},
+        source=source,
+        solver="branch and bound",
+        solver_status="closed" if found.value <= found.seen + problem["tol"] else "cells exhausted",
+        solver_value=head.v * math.exp(0.5 * found.seen),
+        domain=domain,
+        n=count,
+        details={"column_sum": rows.T, "sigma": head.trace_sigma, "cells": found.cells},
+    )

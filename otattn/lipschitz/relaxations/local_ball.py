@@ -1,0 +1,228 @@
+r"""The Jacobian of softmax attention over all configurations near a given one.
+
+For tokens X and every X' with ``|x'_i - x_i| <= rho``, ``||D_{X'} f||`` is at most the least of
+
+- perturbation: ``||D_X f|| + || [b_ij] ||``, ``b_ij`` bounds of the norms of the blocks of ``D_{X'} f - D_X f``;
+- direct: Cauchy-Schwarz over the intervals in which the rows of P' lie (T2b with intervals);
+- global: a bound on a domain that contains the ball, when the caller has one.
+
+The intervals, and the proofs of the block bounds, are in :mod:`otattn.lipschitz.relaxations._interval_head`. By the mean
+value inequality the result bounds ``|f(X') - f(X'')| / |X' - X''|`` on this convex set of configurations. For several
+heads the block bounds, and the direct bounds, add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import eigh
+from scipy.sparse.linalg import svds
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.relaxations._interval_head import IntervalHead, best_thresholds, interval_head
+from otattn.lipschitz.relaxations._quadratic import EPS, row_span, triangular
+from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.measures import Ball, as_discrete
+
+__all__ = ["local_ball"]
+
+Array = NDArray[np.float64]
+_DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
+
+
+def local_ball(
+    attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | float | None = None
+) -> Certificate:
+    r"""Certified bound of ``||D_{X'} f||`` over all tokens X' with ``|x'_i - x_i| <= rho``.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention, MultiHeadAttention of such, or MaskedAttention of either
+        A masked attention takes X as a sequence.
+    X : array_like (n, d)
+        Tokens, equal weights.
+    rho : float
+        How far each token may move; 0 gives the local constant.
+    global_bound : Bound or float, optional
+        An upper bound that holds on a domain containing the ball, such as ``lipschitz_upper_bound`` for this n. Then the
+        result is never worse; a float, or a Bound whose domain is not a Ball, is trusted to cover it.
+
+    Returns
+    -------
+    Certificate
+        Multipliers: the thresholds of the interval simplex bounds, ``values`` and ``keys`` ``(heads, n)``. ``details`` hold
+        ``perturbation``, ``direct``, ``global``, ``branch`` (the least of them), ``local_value`` (attained at X) and
+        ``local_upper``, what the perturbation branch starts from: the same norm rounded outward for up to 2048 rows (or
+        columns) of the Jacobian on the span of the heads, the direct bound at X beyond. Costs n^3 operations and
+        arrays of n^2 (d + e) numbers.
+
+    Raises
+    ------
+    ValueError
+        Tokens of unequal weights, a negative rho, or a global bound that does not apply.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bound = local_ball(SoftmaxAttention(np.eye(2), np.eye(2)), [[1.0, 0.0], [0.0, 1.0]], 1e-3)
+    >>> 1.0 < bound.value / bound.details["local_value"] < 1.02
+    True
+
+    References
+    ----------
+    Our own theorem (local ball); the proofs are in the docstrings of this module and of ``_interval_head``.
+    """
+    heads, causal = _heads(attention)
+    mu = as_discrete(X)
+    if not mu.is_uniform:
+        raise ValueError(
+            f"X must be tokens of equal weights, received weights from {mu.weights.min():g} to {mu.weights.max():g}; "
+            "give the tokens as an (n, d) array, repeated as often as they occur."
+        )
+    tokens = check.points(mu.points, "X", dim=heads[0][0].shape[0])
+    radius = check.positive(rho, "rho", zero=True)
+    glob = _global_value(global_bound, tokens, radius)
+    A, V, c, x = _on_span(heads, tokens)
+    problem = {"A": A, "V": V, "c": c, "X": x, "rho": radius, "causal": causal, "global": glob}
+    found = [best_thresholds(head) for head in _interval_heads(problem)]
+    multipliers = {name: np.stack([thresholds[name] for thresholds in found]) for name in ("values", "keys")}
+    parts = _parts(problem, multipliers)
+    if np.isnan(parts["local_value"]):
+        parts["local_value"] = _attained(attention, tokens)
+    branch = min(("perturbation", "direct", "global"), key=lambda name: parts[name])
+    return certify(
+        "local_ball",
+        problem=problem,
+        multipliers=multipliers,
+        source=f"local ball (own theorem), branch: {branch}",
+        solver="thresholds",
+        solver_status="optimal",
+        solver_value=parts[branch],
+        domain=("local ball", mu, radius),
+        n=mu.n,
+        witness=global_bound if branch == "global" else mu,
+        details={"branch": branch, **parts},
+    )
+
+
+@dual_function("local_ball")
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    parts = _parts(problem, multipliers)
+    return min(parts[name] for name in ("perturbation", "direct", "global"))
+
+
+def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict[str, float]:
+    heads = _interval_heads(problem)
+    n, H = len(problem["X"]), len(heads)
+    thresholds = {name: multiplier(multipliers, name, (H, n), sign=True) for name in ("values", "keys")}
+    here = _interval_heads({**problem, "rho": 0.0})
+    change, direct, at_center = np.zeros((n, n)), 0.0, 0.0
+    for h, (head, still) in enumerate(zip(heads, here, strict=True)):
+        spread = head.spreads({name: value[h] for name, value in thresholds.items()})
+        field_change = head.field_change(*spread)
+        change += head.change(field_change)
+        direct += head.direct(*spread, field_change)
+        at_center += still.direct(*still.spreads({name: np.zeros(n) for name in thresholds}), np.zeros(n))
+    # the rounding of the logits is part of the intervals; what is left is that of a few norms and sums
+    allowance = 1.0 + 64.0 * (n + problem["X"].shape[1]) * EPS
+    norm = _jacobian_norm(here)
+    local = at_center if norm is None else norm[1]
+    return {
+        "perturbation": (local + spectral_norm_upper(change)) * allowance,
+        "direct": direct * allowance,
+        "global": float(problem["global"]),
+        "local_upper": local,
+        "local_value": float("nan") if norm is None else norm[0],
+    }
+
+
+def _interval_heads(problem: Mapping[str, Any]) -> list[IntervalHead]:
+    n = len(problem["X"])
+    mask = np.tril(np.ones((n, n), dtype=bool)) if problem["causal"] else None
+    return [
+        interval_head(problem["X"], A, V, c, problem["rho"], mask)
+        for A, V, c in zip(problem["A"], problem["V"], problem["c"], strict=True)
+    ]
+
+
+def _jacobian_norm(heads: list[IntervalHead]) -> tuple[float, float] | None:
+    """``||D_X f||`` and the same rounded outward; None when the matrix is too large."""
+    n, e, d = len(heads[0].P), heads[0].values.shape[1], heads[0].g.shape[1]
+    if n * min(e, d) > _DENSE_LIMIT:
+        return None
+    J = sum(head.jacobian() for head in heads)
+    gram = J @ J.T if e <= d else J.T @ J
+    last = len(gram) - 1
+    top = float(eigh(gram, eigvals_only=True, subset_by_index=[last, last])[0])
+    top = max(0.0, top)
+    return float(np.sqrt(top)), float(np.sqrt(top + 8.0 * (n * (e + d)) ** 0.5 * EPS * float(np.trace(gram))))
+
+
+def _attained(attention: Any, tokens: Array) -> float:
+    """A value that the Jacobian at the tokens attains (Lanczos from a fixed start)."""
+    J = attention.jacobian(tokens)
+    start = np.random.default_rng(0).standard_normal(min(J.shape))
+    _, _, right = svds(J, k=1, v0=start, tol=1e-6)
+    return float(np.linalg.norm(J.matvec(right[0])) / np.linalg.norm(right[0]))
+
+
+def _heads(attention: Any) -> tuple[list[tuple[Array, Array, Array]], bool]:
+    causal = isinstance(attention, MaskedAttention)
+    whole = attention.attention if isinstance(attention, MaskedAttention) else attention
+    parts: list[tuple[Any, Array | None]]
+    if isinstance(whole, MultiHeadAttention):
+        causal = causal or whole.causal
+        heads = [h.attention if isinstance(h, MaskedAttention) else h for h in whole.heads]
+        parts = list(zip(heads, whole.outputs or [None] * len(heads), strict=True))
+    else:
+        parts = [(whole, None)]
+    for head, _ in parts:
+        if not isinstance(head, SoftmaxAttention):
+            raise TypeError(
+                f"attention must be made of softmax heads, received {type(head).__name__}; "
+                "for other variants see local_lipschitz and lipschitz_upper_bound."
+            )
+    out = [
+        (h.A, h.V if W is None else W @ h.V, np.zeros(h.in_dim) if h.bias is None else h.bias)
+        for h, W in parts
+    ]
+    return out, causal
+
+
+def _on_span(heads: list[tuple[Array, Array, Array]], tokens: Array) -> tuple[Array, Array, Array, Array]:
+    """The heads and tokens on the span that the heads see, and values up to an isometry: norms do not change."""
+    A, V, c = (np.stack(part) for part in zip(*heads, strict=True))
+    scaled = [M / max(float(np.linalg.norm(M)), 1e-300) for M in (*A, *np.swapaxes(A, 1, 2), *V, *c[:, None])]
+    basis, _ = row_span(*scaled)  # what it misses is of the size of the rounding of A and V
+    if basis is not None:
+        A, V, c, tokens = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis
+    stack = np.concatenate(
+        list(np.swapaxes(V, 1, 2))
+    )  # a common isometry of the outputs: rotate onto their span
+    return A, np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2), c, tokens
+
+
+def _global_value(bound: Bound | float | None, tokens: Array, rho: float) -> float:
+    if bound is None:
+        return float("inf")
+    if not isinstance(bound, Bound):
+        return check.positive(bound, "global_bound", zero=True)
+    if bound.kind != "upper" or bound.p != 2.0:
+        raise ValueError(f"global_bound must be an upper bound of order 2, received {bound!r}.")
+    if bound.n is not None and bound.n != len(tokens):
+        raise ValueError(
+            f"global_bound must hold for n = {len(tokens)} tokens, received one for n = {bound.n}."
+        )
+    reach = float(np.linalg.norm(tokens, axis=1).max()) + rho
+    if isinstance(bound.domain, Ball) and reach > bound.domain.radius * (1.0 + 1e-12):
+        raise ValueError(
+            f"global_bound must hold on a ball that contains the moved tokens (norms up to {reach:g}), "
+            f"received one on the ball of radius {bound.domain.radius:g}; compute it for a larger radius."
+        )
+    return float(bound.value)

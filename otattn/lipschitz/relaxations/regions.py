@@ -1,0 +1,224 @@
+r"""What a row of softmax attention can see: the logit of a token with itself, and the spread of its row.
+
+Everything is scaled to the unit ball: tokens are ``x = center + R z`` with ``|z| <= 1``, logits ``<g(z), z'>`` with
+``g(z) = A z + c`` (a shift of all tokens only changes the vector c, up to terms that the softmax cancels), and
+``a = ||A||`` is the dimensionless ``||A|| R^2`` of the closed forms.
+
+**S2, extended to biases.** For every real nu, every ``lam > lambda_max(nu A^T A - S)`` with ``S = (A + A^T)/2``, and
+every z, with ``b = c - 2 nu A^T c``,
+
+.. math:: \langle g(z), z\rangle \;\ge\; \nu |g(z)|^2 - \lambda |z|^2 - \nu |c|^2
+          - \tfrac14 b^T (\lambda I - \nu A^T A + S)^{-1} b .
+
+Proof: ``<g,z> - nu |g|^2 + lam |z|^2 = z^T (S - nu A^T A + lam I) z + b^T z - nu |c|^2`` is a convex quadratic in z;
+its minimum is attained at ``-(...)^{-1} b / 2``. (For c = 0, ``lam = lambda_max`` itself is allowed.) The bound is
+affine in ``|g|^2`` and in ``|z|^2``, so its minimum over a cell ``|g| in [g0, g1], |z| in [r0, r1]`` sits at a corner.
+
+**T7.** In row i let ``pi = P_ii``. ``E_P l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
+``H(P) <= h(pi) + (1 - pi) log(n-1)``, so ``E_P l >= l_ii - (1 - pi) [logit pi + log(n-1)]``. With ``s = logit pi`` the
+subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves ``e^{-s} = s + L - 1 =: w``, that is
+``w e^w = (n-1)/e``, and equals w. Hence ``<g_i, m_i> = E_P l >= <g_i, z_i> - tau_n``, ``tau_n = W_0((n-1)/e)``, and
+
+.. math:: \lambda_{\max}(C_i) \le \operatorname{tr} C_i \le 1 - |m_i|^2
+          \le 1 - \bigl((\langle g_i, z_i\rangle - \tau_n)_+ / |g_i|\bigr)^2 .
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import lambertw
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.lipschitz.quadratic import max_norm_product
+from otattn.lipschitz.regions import resolve_domain, see
+from otattn.lipschitz.rounding import up
+from otattn.lipschitz.setting import softmax_form
+from otattn.measures.domains import Ball, Domain
+
+__all__ = ["SelfLogit", "UnitHead", "entropy_gap", "spread_region", "unit_head"]
+
+Array = NDArray[np.float64]
+
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class UnitHead:
+    """A softmax head on the unit ball.
+
+    Attributes
+    ----------
+    A : ndarray (d, d)
+        ``R^2`` times the form of the head (on the subspace that the head sees).
+    c : ndarray (d,)
+        Offset of ``g(z) = A z + c``.
+    a, top : float
+        ``||A||`` and an upper bound of ``max |g|``, outward.
+    v, sigma : float
+        ``||V||`` and an upper bound of ``||V C A||`` over covariances C of measures on the domain.
+    trace_sigma : float
+        ``sup ||V C A|| / tr C`` over all covariances (T0: attained at rank one), at most ``v a``.
+    kappa : float
+        The exponent of the column sums (T5).
+    """
+
+    A: Array
+    c: Array
+    a: float
+    top: float
+    v: float
+    sigma: float
+    trace_sigma: float
+    kappa: float
+
+    @property
+    def centred(self) -> bool:
+        """True when ``g`` is linear."""
+        return not self.c.any()
+
+
+def unit_head(attention: Any, domain: Domain | float) -> UnitHead:
+    """The head of an unmasked :class:`SoftmaxAttention` with its tokens scaled to the unit ball.
+
+    Every domain is enclosed by a ball: an ellipsoid ``E z + b`` by the ball of radius ``||E||`` around b, a box or a
+    finite set by a ball around a centre of it. A constant on the ball bounds the constant on the domain; the scalars
+    ``top, sigma, kappa`` are those of the domain itself where they are sharper.
+    """
+    form = softmax_form(attention, masked=False)
+    region = resolve_domain(None, domain if isinstance(domain, Domain) else Ball(domain), attention.in_dim)
+    seen = see(form, region)
+    R = seen.R
+    A = form.A * R**2
+    c = np.zeros(len(A)) if seen.bias is None else R * seen.bias
+    a = spectral_norm_upper(A)
+    trace_sigma = min(max_norm_product(form.V, A), up(seen.v * a))
+    top = up(seen.G * R)
+    return UnitHead(
+        check.frozen(A),
+        check.frozen(c),
+        a,
+        top,
+        seen.v,
+        min(seen.sigma, trace_sigma),
+        trace_sigma,
+        seen.kappa,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SelfLogit:
+    """A family of lower bounds ``<g,z> >= nu |g|^2 - lam |z|^2 - const``, all valid for every z in R^d.
+
+    ``nu`` and ``gap`` are the multipliers, from which :meth:`build` computes ``lam`` and ``const``: they are a certificate.
+    """
+
+    nu: Array
+    gap: Array
+    lam: Array
+    const: Array
+
+    @classmethod
+    def build(cls, head: UnitHead, nu: Array, gap: Array) -> SelfLogit:
+        """The family at ``nu`` with ``lam = lambda_max(nu A^T A - S) + gap`` (``gap`` >= 0; ignored when c = 0)."""
+        S, M = 0.5 * (head.A + head.A.T), head.A.T @ head.A
+        nu, gap = np.broadcast_arrays(np.atleast_1d(nu).astype(float), np.atleast_1d(gap).astype(float))
+        slack = 16 * len(S) * _EPS * (np.abs(nu) * head.a**2 + head.a)
+        lam, const = np.empty(len(nu)), np.zeros(len(nu))
+        if head.centred:
+            for k, t in enumerate(nu):
+                lam[k] = np.linalg.eigvalsh(t * M - S)[-1]
+            return cls(nu.copy(), gap.copy(), lam + slack, const)
+        c, Atc = head.c, head.A.T @ head.c
+        size = float(np.linalg.norm(c))
+        last: float | None = None
+        for k in np.argsort(nu, kind="stable"):
+            if last is None or nu[k] != last:
+                theta, basis = np.linalg.eigh(nu[k] * M - S)
+                last = float(nu[k])
+            # exact arithmetic on a matrix within slack/2 of the true one: lam is raised by that much
+            inner = theta[-1] + max(float(gap[k]), 1e-9 * (head.a * (1 + abs(nu[k]) * head.a) + size))
+            b = basis.T @ (c - 2 * nu[k] * Atc)
+            lam[k] = inner
+            const[k] = nu[k] * size**2 + 0.25 * float(np.sum(b**2 / (inner - theta)))
+        return cls(nu.copy(), gap.copy(), lam + slack, const + 1e-12 * (np.abs(const) + np.abs(nu) * size**2))
+
+    @classmethod
+    def default(cls, head: UnitHead, *, count: int = 200) -> SelfLogit:
+        """A geometric family of both signs of nu, pruned to the members that win somewhere on ``(|g|, |z|)``."""
+        if head.a == 0.0:
+            # g = c: <c, z> >= -|c| |z|, left to the trivial bound of `lower`
+            return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, np.inf))
+        unit = np.concatenate(
+            [-np.geomspace(0.02, 50.0, count // 4), [0.0], np.geomspace(0.01, 300.0, count)]
+        )
+        nu = np.append(unit, 1.0) / head.a
+        gap = np.zeros(1)
+        if not head.centred:
+            gap = np.geomspace(1e-3, 30.0, 14) * float(np.linalg.norm(head.c))
+        pairs = np.array([(t, e) for t in nu for e in gap])
+        family = cls.build(head, pairs[:, 0], pairs[:, 1])
+        g, r = (x.ravel() for x in np.meshgrid(np.linspace(0, head.top, 40), np.linspace(0, 1, 40)))
+        value = family.nu * g[:, None] ** 2 - family.lam * r[:, None] ** 2 - family.const
+        # at a pair (|g|, |z|) that no z attains the dual grows without bound: its winners are of no use
+        attained = value.max(axis=1) <= g * r + 1e-6 * head.top
+        anywhere = family.nu * g[:, None] ** 2 - np.maximum(family.lam, 0.0) - family.const
+        winners = np.concatenate([value[attained].argmax(axis=1), anywhere[:40].argmax(axis=1)])
+        return family.take(np.unique(winners))
+
+    def take(self, index: Array) -> SelfLogit:
+        """The members at ``index``."""
+        return SelfLogit(*(x[index] for x in (self.nu, self.gap, self.lam, self.const)))
+
+    def join(self, other: SelfLogit) -> SelfLogit:
+        """Both families together."""
+        return SelfLogit(
+            *(np.concatenate([getattr(self, k), getattr(other, k)]) for k in ("nu", "gap", "lam", "const"))
+        )
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """``(nu, lam, const)``."""
+        return self.nu, self.lam, self.const
+
+    def lower(self, g0: Array, g1: Array, r0: Array | float = 0.0, r1: Array | float = 1.0) -> Array:
+        """Lower bound of ``<g(z), z>`` on each cell ``|g| in [g0, g1], |z| in [r0, r1]`` (shape of ``g0``)."""
+        best = -np.asarray(g1 * r1)
+        for nu, lam, const in zip(*self.arrays, strict=True):
+            quad = nu * (g0 if nu >= 0 else g1) ** 2
+            best = np.maximum(best, quad - lam * np.asarray(r1 if lam >= 0 else r0) ** 2 - const)
+        return np.asarray(best)
+
+
+def entropy_gap(n: int) -> float:
+    """``tau_n = W_0((n-1)/e)``, rounded outward (0 for a single token)."""
+    if n == 1:
+        return 0.0
+    w = float(lambertw((n - 1) / math.e).real)
+    w = w * (1 + 1e-13) + 1e-300
+    while w + math.log(w) < math.log(n - 1) - 1.0 + 1e-15 * (1 + abs(math.log(w))):
+        w *= 1 + 1e-14
+    return w
+
+
+def spread_region(head: UnitHead, n: int, family: SelfLogit, *, cells: int = 400) -> tuple[Array, Array]:
+    """Corners ``(gamma, spread)``: every row of every configuration of n tokens has ``|g_i| <= gamma_k`` and
+    ``tr C_i <= spread_k`` for one k (T7 on cells of ``|g|``; dominated corners are dropped).
+    """
+    edges = np.linspace(0.0, head.top, cells + 1)
+    g0, g1 = edges[:-1], edges[1:]
+    low = family.lower(g0, g1) - 1e-12 * head.top
+    excess = np.maximum(low - entropy_gap(n), 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = np.where(g1 > 0, 1.0 - (excess / g1) ** 2, 1.0)
+    # <g, z> <= |g|: a cell with a larger lower bound is empty
+    keep = low <= g1 * (1 + 1e-12)
+    gamma, spread = g1[keep], np.clip(spread[keep] + 1e-14, 0.0, 1.0)
+    above = np.maximum.accumulate(spread[::-1])[::-1]
+    front = np.append(spread[:-1] > above[1:], True)
+    return gamma[front], spread[front]

@@ -1,0 +1,230 @@
+r"""Self-token entropy: how far a row of softmax attention can spread, given that it sees its own token.
+
+In row i of n tokens let ``pi = P_ii``. ``E l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
+``H(P) <= h(pi) + (1 - pi) log(n - 1)``, so ``E l >= l_ii - (1 - pi) log((n - 1) pi / (1 - pi)) >= l_ii - tau_n`` with
+``tau_n = W_0((n - 1) / e)``, Lambert's function (the maximum over pi). The logits are ``<g, x>``, ``g = A x_i + c``, so
+``<g, m> >= <g, x_i> - tau_n``. With tokens ``x = E z + b``, ``|z| <= 1``, and ``h = E^T g``, b cancels:
+``lambda_max(C) <= ||E||^2 (1 - |m_z|^2)`` and ``|m_z| >= (<h, z_i> - tau_n)_+ / |h|``, ``|h| <= ||E|| |g|``; hence
+
+.. math:: W := \sup |g|^2 \lambda_{\max}(C) \le \sup_{|z| \le 1} \|E\|^2 |g(z)|^2 - \bigl((\langle h(z), z\rangle - \tau_n)_+\bigr)^2 .
+
+Masked rows see at most n tokens, their own included, so all of this holds for them. The dual: the square is
+``-(u_+)^2 = min_{nu >= 0} nu^2 - 2 nu u``, so for every ``nu >= 0`` what remains is a quadratic in z over the ball (exact
+dual, one multiplier, found inside the dual function) or over the box (one multiplier a coordinate).
+
+Row constant: with ``B_j = I + (x_j - m) g^T`` the operator ``eps -> sum_j P_j B_j eps_j`` has norm at most
+
+- ``phi(t)``, t = R max|g| (T3; R the radius of a ball around the domain);
+- ``sqrt(1 + W)``: Cauchy-Schwarz, ``sum_j P_j B_j B_j^T = I + |g|^2 C`` and ``sum_j P_j |eps_j|^2 <= |eps|^2``;
+- ``1 + sqrt(W / 2)``: for centred ``s_j = <u, x_j - m>``, ``sum_j P_j^2 s_j^2 <= sum_j P_j s_j^2 / 2``. If all
+  ``P_j <= 1/2`` it is plain. If ``P_1 = 1 - r > 1/2``, with shares ``q_j = P_j s_j^2`` of sum lambda and
+  ``m = lambda - q_1``: ``(P_1 s_1)^2 = (sum_{j > 1} P_j s_j)^2 <= r m``, so the sum is at most
+  ``min((1 - r)(lambda - m), r m) + r m <= 2 r (1 - r) lambda <= lambda / 2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import lambertw
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm
+from otattn.lipschitz.relaxations._heads import SoftmaxHead, check_domain, enclosing_round, softmax_head
+from otattn.lipschitz.relaxations._quadratic import (
+    EPS,
+    box_sdp_constraint,
+    quadratic_sup,
+    row_span,
+    triangular,
+)
+from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search
+from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.measures import Box, Domain
+
+__all__ = ["row_constant", "self_entropy"]
+
+Array = NDArray[np.float64]
+
+
+def self_entropy(
+    attention: Any, domain: Domain, n: int, *, solver: str | None = None, max_iter: int | None = None
+) -> Certificate:
+    r"""Certified bound of ``W = sup |g_i|^2 lambda_max(C_i)`` over n tokens in the domain.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention or MaskedAttention of one
+    domain : Ball, Ellipsoid, LayerNormDomain, Box or PointSet (the last through a ball around the points)
+    n : int
+        Number of tokens, equal weights.
+    solver : {"CLARABEL", "SCS"}, optional
+        By default a scalar search, and CLARABEL for boxes.
+    max_iter : int, optional
+        Iteration limit of the solver.
+
+    Returns
+    -------
+    Certificate
+        Multiplier ``nu`` (the linearisation of the square); ``diagonal`` for a box. ``details["tau"]`` is ``tau_n``.
+
+    Raises
+    ------
+    CertificateError
+        The solver proposed nothing usable.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from otattn.attention import SoftmaxAttention
+    >>> from otattn.measures import Ball
+    >>> head = SoftmaxAttention(np.eye(2), np.eye(2))
+    >>> round(self_entropy(head, Ball(10.0), 1).value, 4)  # a single token: |g|^2 (R^2 - |x|^2)
+    2500.0
+
+    References
+    ----------
+    Our own theorem (self-token entropy); the proof is in the docstring of this module.
+    """
+    return _certificate("self_entropy", attention, domain, n, solver, max_iter)
+
+
+def row_constant(
+    attention: Any, domain: Domain, n: int, *, solver: str | None = None, max_iter: int | None = None
+) -> Certificate:
+    r"""Certified bound of the norm of one row, ``eps -> sum_j P_ij (I + (x_j - m_i) g_i^T) eps_j``.
+
+    The value matrix is left out (V = I). It is ``min(phi(t), sqrt(1 + W), 1 + sqrt(W / 2))`` with W from
+    :func:`self_entropy`, whose parameters and multipliers it shares.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from otattn.attention import SoftmaxAttention
+    >>> from otattn.measures import Ball
+    >>> round(row_constant(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), Ball(1.0), 8).value, 6)
+    1.0
+
+    References
+    ----------
+    Our own theorems (row constant, self-token entropy); the proofs are in the docstring of this module.
+    """
+    return _certificate("row_constant", attention, domain, n, solver, max_iter)
+
+
+@dual_function("self_entropy")
+def _entropy_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    return float(problem["scale"] * _normalised_dual(problem, multipliers))
+
+
+@dual_function("row_constant")
+def _row_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    W = _entropy_dual(problem, multipliers)
+    return min(_phi(problem["logit_bound"]), float(np.sqrt(1.0 + W)), 1.0 + float(np.sqrt(W / 2.0)))
+
+
+def _normalised_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    nu = float(multiplier(multipliers, "nu", (1,), sign=True)[0])
+    diagonal = multiplier(multipliers, "diagonal", problem["c"].shape) if problem["box"] else None
+    return max(0.0, _dual_value(problem, nu, diagonal) + problem["slack"])
+
+
+def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -> float:
+    G, c, S, h, tau = (problem[key] for key in ("G", "c", "S", "h", "tau"))
+    constant = nu**2 + (2.0 * nu * tau if nu > 0 else 0.0) + problem["constant"]
+    return float(constant + quadratic_sup(G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h), diagonal))
+
+
+def _certificate(
+    name: str, attention: Any, domain: Domain, n: int, solver: str | None, max_iter: int | None
+) -> Certificate:
+    head = softmax_head(attention, name)
+    check_domain(domain, head.d)
+    tokens = check.count(n, "n")
+    tau = float(lambertw((tokens - 1) / np.e).real) * (1.0 + 8 * EPS)
+    problem, radius = _normalised_problem(head, domain, tau)
+    nu, diagonal, proposal = 0.0, np.zeros(len(problem["c"])), Proposal("none", "zero map", 0.0)
+    if problem["scale"] > 0:
+        if problem["box"] or solver is not None:
+            nu, diagonal, proposal = _sdp(problem, solver or "CLARABEL", max_iter)
+        else:
+            nu, proposal = scalar_search(lambda t: _dual_value(problem, t, None), 0.0, 1.0, max_iter=max_iter)
+    if name == "row_constant":
+        problem["logit_bound"] = radius * domain.max_affine_norm(head.A, head.c)
+    value = proposal.value * problem["scale"]
+    return certify(
+        name,
+        problem=problem,
+        multipliers={"nu": [nu], "diagonal": diagonal} if problem["box"] else {"nu": [nu]},
+        source={
+            "self_entropy": "self-token entropy (own theorem): dual of sup ||E||^2|g|^2 - ((<h,z> - tau)_+)^2",
+            "row_constant": "row constant (own theorems): min(phi, sqrt(1 + W), 1 + sqrt(W/2))",
+        }[name],
+        solver=proposal.solver,
+        solver_status=proposal.status,
+        solver_value=value if name == "self_entropy" else float("nan"),
+        domain=domain,
+        n=tokens,
+        details={"tau": tau, "radius": radius},
+    )
+
+
+def _normalised_problem(head: SoftmaxHead, domain: Domain, tau: float) -> tuple[dict[str, Any], float]:
+    """``radius |g(z)|`` and ``<h(z), z>`` as ``|G z + G_0|`` and ``z^T S z + h^T z``, both at most one, and the radius."""
+    box = isinstance(domain, Box)
+    if isinstance(domain, Box):
+        r = domain.half_widths
+        radius = float(np.linalg.norm(r)) * (1.0 + 4 * len(r) * EPS)
+        E, center = np.diag(r)[:, r > 0] if (r > 0).any() else np.diag(r)[:, :1], domain.center
+    else:
+        around = enclosing_round(domain, head.d)
+        E, center, radius = around.E, around.center, around.radius
+    G, g0 = radius * head.A @ E, radius * (head.A @ center + head.c)
+    S, h = E.T @ head.A @ E, E.T @ (head.A @ center + head.c)
+    # units: at first Frobenius norms, then, once on the span, what bounds both forms by one
+    unit = float(np.linalg.norm(G) + np.linalg.norm(g0))
+    unit = unit if unit > 0 else 1.0
+    G, g0, S, h = G / unit, g0 / unit, (S + S.T) / (2.0 * unit), h / unit
+    c, slack = G.T @ g0, 0.0
+    if box:
+        # |z| may reach radius / min(r), but |E z| stays below the radius
+        top = (
+            radius * (radius * spectral_norm(head.A) + float(np.linalg.norm(head.A @ center + head.c))) / unit
+        )
+    else:
+        basis, slack = row_span(G, S, h[None], c[None])
+        if basis is not None:
+            G, S, h, c = G @ basis, basis.T @ S @ basis, basis.T @ h, basis.T @ c
+        G = triangular(G)
+        top = spectral_norm(G) + float(np.linalg.norm(g0))
+    scale = (unit * top) ** 2
+    if scale == 0:
+        top, tau = 1.0, 0.0
+    G, g0, S, h, c, t = G / top, g0 / top, S / top, h / top, c / top**2, tau / (unit * top)
+    slack *= 16.0 / top
+    slack = (slack + 64.0 * (len(c) + head.d) * EPS) if scale > 0 else 0.0
+    data = {"G": G, "c": c, "S": S, "h": h, "constant": float(g0 @ g0), "tau": t}
+    return {**data, "scale": scale, "slack": slack, "box": box}, radius
+
+
+def _sdp(problem: Mapping[str, Any], solver: str, max_iter: int | None) -> tuple[float, Array, Proposal]:
+    import cvxpy as cp
+
+    G, c, S, h, tau = (problem[key] for key in ("G", "c", "S", "h", "tau"))
+    k = len(c)
+    nu, offset = cp.Variable(nonneg=True), cp.Variable()
+    diagonal = cp.Variable(k if problem["box"] else (), nonneg=True)
+    spread = diagonal if problem["box"] else diagonal * np.ones(k)
+    constraint = box_sdp_constraint(spread, G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h), offset)
+    objective = cp.square(nu) + 2.0 * tau * nu + problem["constant"] + cp.sum(diagonal) + offset
+    proposal = cvxpy_solve(cp.Problem(cp.Minimize(objective), [constraint]), solver, max_iter)
+    # the solver may leave the sign of nu to rounding
+    return max(0.0, float(nu.value)), np.broadcast_to(diagonal.value, k).astype(np.float64), proposal
+
+
+def _phi(t: float) -> float:
+    """The row constant of T3: 1 up to t = 1/2, then ``sqrt(t^2/2 + 3/4 + 1/(32 t^2))``."""
+    return 1.0 if t <= 0.5 else float(np.sqrt(0.5 * t**2 + 0.75 + 1.0 / (32.0 * t**2)))

@@ -1,0 +1,315 @@
+r"""Our Lipschitz bounds of softmax attention in closed form, with their proofs.
+
+Notation: logits ``<g(x), y>`` with ``g(x) = A x + c``, values ``V y``, tokens in a domain. With ``P_x`` the
+attention weights of a row, ``m_x`` and ``C_x`` their mean and covariance, moving the tokens by ``eps``
+moves the image of x by
+
+    ``V (K eps)(x) + V C_x A eps(x)``,  ``(K eps)(x) = E_{P_x}[ (I + (y - m_x) g(x)^T) eps(y) ]``
+
+(on n tokens ``P_ij`` replaces ``P_x``). A bound of this operator at every configuration of the domain's
+convex hull is a Lipschitz constant: along the straight path of an optimal coupling the image's speed is at
+most the bound times the distance. On ``L^p(mu)`` that gives ``W_p``, for atoms of any weights (``n=None``),
+or for n equal ones. Domains other than centred balls enter through :mod:`otattn.lipschitz.regions`: ``G =
+max |g|``, ``r`` the half diameter, R the radius of the centred domain, ``v = ||V||``, ``sigma = sup ||V C
+A||``, ``kappa``; for the ball and without bias ``t = G r`` is ``a = ||A|| R^2``. One token's map is linear:
+``n = 1`` gives v exactly.
+
+Every value is rounded outward; one above the largest float is inf, and ``details["log_value"]`` its
+logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from otattn import _validate as check
+from otattn.attention import AttentionMap
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.regions import Seen, check_count, resolve_domain, see
+from otattn.lipschitz.rounding import log, log_sum, safe_exp, up
+from otattn.lipschitz.row_constants import density_constant_p, hoelder_constant, row_constant, two_largest
+from otattn.lipschitz.setting import softmax_form
+from otattn.measures.domains import Domain
+
+__all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]
+
+
+def field_bound(
+    attention: AttentionMap, *, radius: float | None = None, domain: Domain | None = None
+) -> Bound:
+    r"""``sigma``: the largest ``||D_x Gamma_mu(x)|| = ||V C_x A||`` over measures and points of the domain.
+
+    On the ball it is ``R^2 max_{|u|=1} |V u| |A^T u| = R^2 min_{s>0} lambda_max(s V^T V + A A^T / s) / 2``,
+    exactly, in every dimension; proof and other domains in :meth:`otattn.lipschitz.regions.Seen.sigma` and
+    :func:`otattn.lipschitz.quadratic.max_norm_product`.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> field_bound(SoftmaxAttention([[2.0]], [[3.0]]), radius=2.0).value
+    24.000...
+
+    References
+    ----------
+    otattn, field part.
+    """
+    seen = _seen(attention, radius, domain)
+    return _bound(log(seen.sigma), "otattn.bounds.field_bound: field part", seen, None, 2.0, {})
+
+
+def column_sum(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+) -> Bound:
+    r"""``T``: the largest column sum ``sum_i P_ij`` of n tokens, ``sup int k(x, y) dmu(x)`` for any measure.
+
+    ``log T <= kappa = max <A x + c, y - x>`` over two points of the domain; ``T <= n``,
+    ``T <= 1 + 1 / (1/(n-1) + e^{-kappa})`` and ``T <= n / (1 + (n-1) e^{-2t})``.
+
+    Proof. Let ``alpha_i = w_i k_ij / T_j`` (``w_i = 1/n``, ``P_ij = k_ij / n``; any weights for measures)
+    with mean xbar. ``-log k_ij = log sum_k w_k e^{l_ik - l_ij} >= -KL(alpha | w) + sum_k alpha_k (l_ik -
+    l_ij)`` (Gibbs). Average over alpha: the left is ``-log T_j - KL(alpha | w)``, so ``log T_j <= <A xbar +
+    c, x_j - xbar> <= kappa``. For n tokens do the same over ``i, k != j`` with ``S = sum_{i != j} P_ij``,
+    ``alpha_i = P_ij / S`` and ``1/P_ij - 1 = sum_{k != j} e^{l_ik - l_ij}``: ``log S <= kappa + sum alpha_i
+    log(1 - P_ij) <= kappa + log(1 - S/(n-1))`` by Jensen and Cauchy-Schwarz, so ``S <= 1 / (1/(n-1) +
+    e^{-kappa})``, and ``T_j <= 1 + S``. Last, logits of a row differ by at most 2 t, so ``P_ij <= 1 / (1 +
+    (n-1) e^{-2t})``.
+
+    Not valid under a causal mask. ``kappa`` is ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I``,
+    ``a`` for skew A.
+
+    Returns
+    -------
+    Bound
+        kind "upper"; ``details["kappa"]``.
+
+    References
+    ----------
+    otattn, column sums.
+    """
+    seen = _seen(attention, radius, domain, masked=False)
+    count = check_count(n)
+    value = column_log(seen.kappa, 2.0 * seen.t, count)
+    return _bound(value, "otattn.bounds.column_sum: column sums", seen, count, 2.0, {"kappa": seen.kappa})
+
+
+def column_log(kappa: float, spread: float, n: int | None) -> float:
+    """Logarithm of the bound of the column sums; ``spread`` bounds the differences of a row's logits."""
+    if n is None:
+        return kappa
+    if n == 1:
+        return 0.0
+    others = -log_sum(-math.log(n - 1.0), -kappa)
+    return min(
+        math.log(n), kappa, log_sum(0.0, others), math.log(n) - log_sum(0.0, math.log(n - 1.0) - spread)
+    )
+
+
+def row_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int,
+    p: float = 2,
+) -> Bound:
+    r"""n tokens, p = 2: ``( sigma^2 + (alpha + sqrt(alpha^2 + beta^2)) / 2 )^{1/2}``.
+
+    ``alpha = n phi^2 v^2 + 2 sqrt2 phi v sigma``, ``beta = 2 phi v sigma sqrt(n-2)``, ``phi =
+    row_constant(t)``; at most ``v (sqrt(n) phi(a) + a)`` on the ball. So the growth like ``R^2 sqrt(n)``
+    has the constant ``v ||A|| / sqrt2``, where the published bound has ``2 sqrt3 v ||A||``. Holds with and
+    without a causal mask.
+
+    Proof. By the two-index argument of :func:`otattn.lipschitz.row_constants.row_constant`,
+    ``|K_i eps| <= phi sqrt(s)`` with s the sum of the two largest ``|eps_j|^2``; ``|V C_i A eps_i| <= sigma
+    |eps_i|``. Sum the squares of ``v phi sqrt(s) + sigma |eps_i|`` over i:
+    :func:`otattn.lipschitz.row_constants.two_largest`. A mask only restricts the points that a row sees.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int
+    p : float
+        Only 2.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> row_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1).value
+    1.000...
+
+    References
+    ----------
+    otattn, row bound.
+    """
+    seen = _seen(attention, radius, domain)
+    _only_two(p, "row_bound")
+    return row_bound_of(seen, check.count(n, "n"))
+
+
+def row_bound_of(seen: Seen, n: int) -> Bound:
+    """The row bound from the numbers of a region."""
+    phi = row_constant(seen.t)
+    value = seen.v if n == 1 else two_largest(seen.v * phi, seen.sigma, n)
+    details = {"row_constant": phi, "sigma": seen.sigma, "t": seen.t}
+    return _bound(log(value), "otattn.bounds.row_bound: row bound", seen, n, 2.0, details)
+
+
+def column_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""``sigma + T^{1/p} N_p``, for every order p, for n equal atoms or any measure.
+
+    T is :func:`column_sum` (``e^kappa`` for any measure) and ``N_p`` the norm of a row of ``V K`` from
+    ``L^p(P_x)``. On the ball without bias (``sigma <= v a``):
+
+    - ``p = 2``: ``v (a + e^{kappa/2} sqrt(1 + a^2))``. For symmetric A the rate ``kappa/2`` is that of the
+      published lower bound, so it is settled: ``e^a`` for ``A = -alpha I``, ``e^{a/8}`` for ``A = alpha
+      I``, against ``e^{2a}``.
+    - ``p = inf``: ``v (a + sqrt(1 + a^2))``: no exponential and no n. Sharp for ``A = alpha I``.
+    - ``p = 1``: ``v (a + (1 + 2a) e^kappa)``; ``p >= 2``: ``v (a + e^{kappa/p} sqrt(1 + a^2))``; between,
+      ``N_p`` is :func:`otattn.lipschitz.row_constants.hoelder_constant`.
+
+    Proof. Hoelder row by row: ``|V (K eps)(x)|^p <= N_p^p int k(x, y) |eps(y)|^p dmu(y)``; integrate over
+    x, the integral of k being at most T. For ``p >= 2``, ``N_p^2 <= sup lambda_max( V (I + |g|^2 C) V^T
+    )``.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        Without a mask, unless ``p`` is inf (then each row stands for itself).
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int, optional
+        None is the mean-field constant.
+    p : float
+        In ``[1, inf]``.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> column_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=2.0, p=float("inf")).value  # 4 + sqrt(17)
+    8.123105...
+
+    References
+    ----------
+    otattn, column bound.
+    """
+    order = check.check_order(p)
+    seen = _seen(attention, radius, domain, masked=None if math.isinf(order) else False)
+    return column_bound_of(seen, check_count(n), order)
+
+
+def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
+    """The column bound from the numbers of a region."""
+    source = "otattn.bounds.column_bound: column bound"
+    if n == 1:
+        return _bound(log(seen.v), source, seen, n, p, {})
+    row = math.sqrt(seen.row_variance) if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
+    sums = 0.0 if math.isinf(p) else column_log(seen.kappa, 2.0 * seen.t, n) / p
+    details = {
+        "kappa": seen.kappa,
+        "sigma": seen.sigma,
+        "row": row,
+        "log_column_sum": sums * p if sums else 0.0,
+    }
+    return _bound(log_sum(log(seen.sigma), sums + log(row)), source, seen, n, p, details)
+
+
+def density_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""``sigma + v Psi_p`` for ``p >= 2``: sharper than :func:`column_bound` where kappa is close to 2 t.
+
+    ``Psi_p`` bounds each row from ``L^p(mu)`` through the largest density of its weights and their
+    variance, which cannot both be large: :func:`otattn.lipschitz.row_constants.density_constant`.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        Without a mask (see ``masked_row_bound`` for masked ones).
+    radius, domain, n
+        As for :func:`column_bound`.
+    p : float
+        In ``[2, inf]``.
+
+    References
+    ----------
+    otattn, density bound.
+    """
+    order = check.check_order(p)
+    if order < 2.0:
+        raise ValueError(f"p must be at least 2 for density_bound, received {p!r}; use column_bound.")
+    return _density(_seen(attention, radius, domain, masked=False), check_count(n), order)
+
+
+def _density(seen: Seen, n: int | None, p: float) -> Bound:
+    source = "otattn.bounds.density_bound: density bound"
+    if n == 1:
+        return _bound(log(seen.v), source, seen, n, p, {})
+    _, psi = density_constant_p(seen.t_ball, n, p)
+    value = log_sum(log(seen.sigma), log(seen.v) + psi)
+    return _bound(value, source, seen, n, p, {"log_density_constant": psi, "sigma": seen.sigma})
+
+
+def softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
+    """Every bound of this module that applies to a head without a mask."""
+    out = [column_bound_of(seen, n, p)]
+    if n is not None and p == 2.0:
+        out.append(row_bound_of(seen, n))
+    if 2.0 <= p < math.inf:
+        out.append(_density(seen, n, p))
+    return out
+
+
+def _seen(
+    attention: AttentionMap, radius: float | None, domain: Domain | None, *, masked: bool | None = None
+) -> Seen:
+    form = softmax_form(attention, masked=masked)
+    return see(form, resolve_domain(radius, domain, attention.in_dim))
+
+
+def _bound(
+    log_value: float, source: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]
+) -> Bound:
+    return outward(log_value, source, seen.region.domain, n, p, details)
+
+
+def outward(
+    log_value: float, source: str, domain: Domain | None, n: int | None, p: float, details: dict[str, Any]
+) -> Bound:
+    """The bound of a logarithm, rounded outward; the rounding of a large logarithm is part of it."""
+    log_value += 1e-15 * abs(log_value) if math.isfinite(log_value) else 0.0
+    return Bound(
+        up(safe_exp(log_value)), "upper", source, p, domain, n, details={"log_value": log_value, **details}
+    )
+
+
+def _only_two(p: Any, name: str) -> None:
+    if check.check_order(p) != 2.0:
+        raise ValueError(f"p must be 2 for {name}, received {p!r}; use column_bound.")

@@ -1,0 +1,236 @@
+"""A softmax attention layer at a measure: its projections, the order of its tokens, its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention.kernels import Head
+from otattn.measures import SpaceTimeMeasure
+
+__all__ = ["HeadSlices", "Mixing", "SoftmaxLayer", "supports_fused"]
+
+Array = NDArray[Any]
+
+# float32 carries logits up to this size (to 1e-3), these ratios of weights, these factors
+FLOAT32_LOGIT = 1e4
+FLOAT32_WEIGHT = 1e-24
+FLOAT32_FACTOR = 1e7
+CACHED_ENTRIES = 4_000_000
+"""Projected tokens of at most this many entries are kept between work dtypes."""
+
+
+def supports_fused(attention: AttentionMap) -> bool:
+    """True for softmax attention, multi-head softmax attention, and either of them masked."""
+    return _softmax_heads(attention) is not None
+
+
+def _softmax_heads(attention: Any) -> tuple[list[SoftmaxAttention], Sequence[Array] | None] | None:
+    if isinstance(attention, MaskedAttention):
+        attention = attention.attention
+    if isinstance(attention, SoftmaxAttention):
+        return [attention], None
+    if not isinstance(attention, MultiHeadAttention):
+        return None
+    heads: list[SoftmaxAttention] = []
+    for head in attention.heads:
+        inner = head.attention if isinstance(head, MaskedAttention) else head
+        if not isinstance(inner, SoftmaxAttention):
+            return None
+        heads.append(inner)
+    return heads, attention.outputs
+
+
+@dataclass(frozen=True)
+class HeadSlices:
+    """Where a head lies: ``[q | k | v]`` in the stacked projections, its values among the joined outputs."""
+
+    k: int
+    e: int
+    columns: slice
+    values: slice
+
+    @property
+    def parts(self) -> tuple[slice, slice, slice]:
+        """The columns of queries, keys and values."""
+        a = self.columns.start
+        b = a + self.k
+        return slice(a, b), slice(b, b + self.k), slice(b + self.k, self.columns.stop)
+
+
+class SoftmaxLayer:
+    """The float64 data that operators of any work dtype share.
+
+    Tokens are those of positive weight, in the order of their times when the attention is masked, so that a
+    row sees a prefix of the columns. Values and output matrices are divided by powers of two (``scale`` is
+    their product); another brings queries and keys of a head to one size, which leaves the logits alone.
+    """
+
+    def __init__(self, attention: AttentionMap, mu: Any, *, reweight: bool = True) -> None:
+        parts = _softmax_heads(attention)
+        if parts is None:
+            raise TypeError(
+                "attention must be softmax attention, multi-head attention of softmax heads, or one of them "
+                f"masked, received {type(attention).__name__}; use measure_jacobian or attention.jacobian."
+            )
+        heads, outputs = parts
+        measure = attention.as_measure(mu)
+        chosen = np.flatnonzero(measure.weights > 0)
+        self.visible: NDArray[np.int64] | None = None
+        if attention.causal:
+            assert isinstance(measure, SpaceTimeMeasure)
+            chosen = chosen[np.argsort(measure.times[chosen], kind="stable")]
+            times = measure.times[chosen]
+            self.visible = np.searchsorted(times, times, side="right")
+        self.atoms, self.d, self.n = measure.n, measure.dim, len(chosen)
+        self._chosen = None if np.array_equal(chosen, np.arange(self.atoms)) else chosen
+        w = measure.weights[chosen]
+        self._x = measure.points if self._chosen is None else measure.points[chosen]
+        self._centre = w @ self._x
+        uniform = bool((w == w[0]).all())
+        self.column = None if uniform else np.log(w / w.max())
+        self.root = np.sqrt(w / w.mean())[:, None] if reweight and not uniform else None
+        self._read_heads(heads)
+        self._read_outputs(outputs, heads)
+        self.scale = self._value_scale * self._output_scale
+        self.fits_float32 = self._measure_heads(float(w.min() / w.max()))
+
+    def _read_heads(self, heads: Sequence[SoftmaxAttention]) -> None:
+        self._maps = [h.head() for h in heads]
+        slices, column, value = [], 0, 0
+        for m in self._maps:
+            k, e = m.Wk.shape[0], m.e
+            stop = column + 2 * k + e
+            slices.append(HeadSlices(k, e, slice(column, stop), slice(value, value + e)))
+            column, value = stop, value + e
+        self.heads, self.width, self.value_width = tuple(slices), column, value
+        self._value_scale = _power_of_two(max(_size(m.V) for m in self._maps))
+
+    def _read_outputs(self, outputs: Sequence[Array] | None, heads: Sequence[SoftmaxAttention]) -> None:
+        """``outputs`` becomes the joined ``(E, sum e_h)`` matrix; None where the values are the output."""
+        self._output_scale = 1.0
+        self.outputs: Array | None = None
+        if outputs is not None:
+            joined = np.concatenate(outputs, axis=1)
+            self._output_scale = _power_of_two(_size(joined))
+            self.outputs = joined / self._output_scale
+        elif len(heads) > 1:
+            self.outputs = np.tile(np.eye(heads[0].out_dim), len(heads))
+        self.e = self.value_width if self.outputs is None else int(self.outputs.shape[0])
+        # a row of the outputs that meets one head only couples nothing: concatenation has such rows only
+        self.coupled = False
+        if self.outputs is not None and len(heads) > 1:
+            used = np.stack([(self.outputs[:, h.values] != 0).any(axis=1) for h in self.heads])
+            self.coupled = bool((used.sum(axis=0) > 1).any())
+
+    def _measure_heads(self, weight_ratio: float) -> bool:
+        """Finds the factors that balance queries and keys; True when float32 holds it all."""
+        self._balances: list[float] = []
+        self._cache: list[tuple[Array, Array, Array]] | None = (
+            [] if self.n * self.width <= CACHED_ENTRIES else None
+        )
+        fits = weight_ratio >= FLOAT32_WEIGHT
+        for m in self._maps:
+            parts = self._raw(m)
+            q, k = _largest(parts[0]), _largest(parts[1])
+            balance = _power_of_two(np.sqrt(q / k)) if q > 0.0 and k > 0.0 else 1.0
+            self._balances.append(balance)
+            fits = fits and q * k <= FLOAT32_LOGIT
+            fits = fits and max(_size(m.Wq) / balance, _size(m.Wk) * balance) <= FLOAT32_FACTOR
+            if self._cache is not None:
+                self._cache.append(parts)
+        return fits
+
+    def _raw(self, m: Head) -> tuple[Array, Array, Array]:
+        """Queries, centred keys, centred values: softmax does not see the shift of the latter two."""
+        x = self._x - self._centre  # differences first: no digits are lost for clouds far from the origin
+        shift = m.Wq @ self._centre if m.bq is None else m.Wq @ self._centre + m.bq
+        Q = x @ m.Wq.T
+        Q += shift
+        return Q, x @ m.Wk.T, x @ m.V.T
+
+    def projections(self, h: int) -> tuple[Array, Array, Array]:
+        """Queries ``(n, k)``, centred keys ``(n, k)`` and centred values ``(n, e)`` of head h, scaled."""
+        Q, K, V = self._raw(self._maps[h]) if self._cache is None else self._cache[h]
+        return Q / self._balances[h], K * self._balances[h], V / self._value_scale
+
+    def stacked(self, dtype: np.dtype[Any]) -> Array:
+        """All projections of all heads, scaled, ``(sum (2 k_h + e_h), d)``."""
+        W = np.empty((self.width, self.d), dtype)
+        for m, s, balance in zip(self._maps, self.heads, self._balances, strict=True):
+            q, k, v = s.parts
+            np.divide(m.Wq, balance, out=W[q], casting="same_kind")
+            np.multiply(m.Wk, balance, out=W[k], casting="same_kind")
+            np.divide(m.V, self._value_scale, out=W[v], casting="same_kind")
+        return W
+
+    def gather(self, x: Array) -> Array:
+        """Rows of all atoms to rows of the layer."""
+        return x if self._chosen is None else x[self._chosen]
+
+    def scatter(self, y: Array) -> Array:
+        """The inverse: zero rows at atoms of zero weight."""
+        if self._chosen is None:
+            return y
+        out = np.zeros((self.atoms, y.shape[1]), y.dtype)
+        out[self._chosen] = y
+        return out
+
+
+class Mixing:
+    """What stands between the heads and their adjoints in ``J^T J``: ``g = o W_o^T W_o``.
+
+    When no two heads share an output direction (one head; concatenation) the product falls apart into one a
+    head, and the layer is not ``coupled``.
+    """
+
+    def __init__(self, layer: SoftmaxLayer, outputs: Array | None) -> None:
+        self._layer, self._W = layer, outputs
+        self._M: Array | None = None
+        self._blocks: list[Array | None] = [None] * len(layer.heads)
+        if outputs is None:
+            return
+        if layer.coupled:
+            E, total = outputs.shape
+            # the square of W_o saves up to half of each product but costs E / n products to form
+            if total < 2 * E and 8 * layer.n >= E:
+                self._M = outputs.T @ outputs
+            return
+        for i, h in enumerate(layer.heads):
+            block = outputs[:, h.values].T @ outputs[:, h.values]
+            if not np.array_equal(block, np.eye(h.e)):
+                self._blocks[i] = block
+
+    def __call__(self, o: Array, group: Sequence[int]) -> Iterator[tuple[int, Array]]:
+        """The cotangents of the heads of the group, from the joined outputs ``o`` of these heads."""
+        heads = self._layer.heads
+        if self._layer.coupled:
+            assert self._W is not None
+            g = (o @ self._W.T) @ self._W if self._M is None else o @ self._M
+            for h in group:
+                yield h, g[:, heads[h].values]
+            return
+        for h in group:
+            block, values = self._blocks[h], o[:, heads[h].values]
+            yield h, values if block is None else values @ block
+
+
+def _largest(rows: Array) -> float:
+    """The largest norm of a row."""
+    return float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max()))
+
+
+def _size(M: Array) -> float:
+    """Frobenius norm (largest entry where that overflows or vanishes): the magnitude of a matrix."""
+    flat = M.reshape(-1)
+    size = float(np.sqrt(flat @ flat))
+    return size if 1e-140 < size < 1e140 else float(np.abs(M).max())
+
+
+def _power_of_two(x: float) -> float:
+    return float(2.0 ** np.round(np.log2(x))) if x > 0 else 1.0

@@ -1,0 +1,233 @@
+"""The products of a fused Jacobian in one work dtype: buffers, row blocks, threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention import base as attention_base
+from otattn.operators import threads
+from otattn.operators.layer import HeadSlices, Mixing, SoftmaxLayer
+from otattn.operators.streaming import PANEL_ROWS, KernelTiles, Panel, Tiling
+
+__all__ = ["HeadProducts"]
+
+Array = NDArray[Any]
+
+THREADED_FROM = 512
+"""Fewest tokens for which threads over panels pay."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """One head at the measure; ``dQ``, ``dK`` and ``dV`` are the current direction."""
+
+    where: HeadSlices
+    left: Array
+    """``[dQ | Q]``, ``(n, 2k)``."""
+    right: Array
+    """``[K | dK]``, ``(n, 2k)``."""
+    dV: Array
+    V: Array
+    """``(n, e + 1)``, the last column 1: it takes ``<g, O>`` through a matrix product."""
+    O: Array
+    tiles: KernelTiles
+
+
+@dataclass(frozen=True, eq=False)
+class _Workspace:
+    """The buffers of one thread: a tile, panels of recomputed tiles, a block of cotangents, adjoint sums."""
+
+    T: Array
+    panels: list[Array]
+    g: Array
+    Z: Array
+
+
+class HeadProducts:
+    """``J``, ``J^T`` and ``J^T J`` of a layer in L^2(mu), in units of the layer's scale.
+
+    Not to be called from two threads at once: the buffers are shared between calls.
+    """
+
+    def __init__(
+        self, layer: SoftmaxLayer, dtype: np.dtype[Any], memory: int | None, workers: int | None
+    ) -> None:
+        self.layer, self.dtype = layer, dtype
+        n, heads = layer.n, len(layer.heads)
+        automatic = threads.blas_threads() if n >= THREADED_FROM else 1
+        self.workers = max(1, min(automatic if workers is None else workers, n))
+        budget = attention_base.MEMORY_BUDGET if memory is None else memory
+        keep, slots = self._cut(budget)
+        self.root = None if layer.root is None else layer.root.astype(dtype)
+        self.W = layer.stacked(dtype)
+        self.outputs = None if layer.outputs is None else layer.outputs.astype(dtype)
+        self.mixing: Mixing | None = None
+        rows, columns = self.tiling.rows, self.tiling.columns
+        self.ones = np.ones(columns, dtype)
+        self.spaces = [
+            _Workspace(
+                T=np.empty(rows * columns, dtype),
+                panels=[np.empty(rows * n, dtype) for _ in range(slots)],
+                g=np.empty((rows, max(h.e for h in layer.heads) + 1), dtype),
+                Z=np.empty((n, layer.width), dtype),
+            )
+            for _ in range(self.workers)
+        ]
+        self.heads = [self._head(h, keep) for h in range(heads)]
+        threads.run(self._prepare, self.workers)
+
+    def _cut(self, budget: int) -> tuple[bool, int]:
+        """Chooses the tiling: whether all tiles are kept, and how many panels a thread keeps otherwise."""
+        layer, itemsize, heads = self.layer, self.dtype.itemsize, len(self.layer.heads)
+        n, visible = layer.n, layer.visible
+        self.tiling = Tiling(n, itemsize, visible=visible, workers=self.workers)
+        if heads * self.tiling.entries * itemsize <= budget:
+            return True, 0
+        # where the outputs couple the heads, J^T J comes back to the panels of all of them: kept if they fit
+        room = budget // (4 * itemsize * n * self.workers)
+        slots = heads if layer.coupled and room >= 64 * heads else 1
+        rows = max(16, min(PANEL_ROWS, room // slots))
+        self.tiling = Tiling(n, itemsize, visible=visible, workers=self.workers, max_rows=rows)
+        return False, slots
+
+    def _head(self, h: int, keep: bool) -> _Head:
+        layer, n, where = self.layer, self.layer.n, self.layer.heads[h]
+        k, e = where.k, where.e
+        left, right = np.empty((n, 2 * k), self.dtype), np.empty((n, 2 * k), self.dtype)
+        values = np.ones((n, e + 1), self.dtype)
+        left[:, k:], right[:, :k], values[:, :e] = layer.projections(h)
+        tiles = KernelTiles(left[:, k:], right[:, :k], layer.column, self.tiling, keep=keep)
+        dV, O = np.empty((n, e), self.dtype), np.empty((n, e), self.dtype)
+        return _Head(where, left, right, dV, values, O, tiles)
+
+    def _prepare(self, worker: int) -> None:
+        space = self.spaces[worker]
+        scratch = space.panels[0] if space.panels else None
+        for head in self.heads:
+            for panel in self.tiling.share(worker, self.workers):
+                tiles = head.tiles.prepare(panel, scratch)
+                O = head.O[panel.start : panel.stop]
+                O[...] = 0.0
+                for (a, b), E in zip(panel.tiles, tiles, strict=True):
+                    O += E @ head.V[a:b, : head.where.e]
+                O *= head.tiles.inverse[panel.start : panel.stop, None]
+
+    def jvp(self, x: Array) -> Array:
+        """``J x`` for ``(n, d)``."""
+        self._project(x)
+        out = np.empty((self.layer.n, self.layer.value_width), self.dtype)
+
+        def work(w: int) -> None:
+            for panel in self.tiling.share(w, self.workers):
+                for h, head in enumerate(self.heads):
+                    self._forward(self.spaces[w], h, panel, out[panel.start : panel.stop, head.where.values])
+
+        threads.run(work, self.workers)
+        y = out if self.outputs is None else out @ self.outputs.T
+        return y if self.root is None else y * self.root
+
+    def vjp(self, g: Array) -> Array:
+        """``J^T g`` for ``(n, e)``."""
+        if self.root is not None:
+            g = g * self.root
+        cotangent = g if self.outputs is None else g @ self.outputs
+
+        def work(w: int) -> None:
+            self.spaces[w].Z[...] = 0.0
+            for panel in self.tiling.share(w, self.workers):
+                for h, head in enumerate(self.heads):
+                    part = cotangent[panel.start : panel.stop, head.where.values]
+                    self._backward(self.spaces[w], h, panel, part, fresh=True)
+
+        threads.run(work, self.workers)
+        return self._collect()
+
+    def gram(self, x: Array) -> Array:
+        """``J^T J x`` for ``(n, d)``."""
+        if self.mixing is None:
+            self.mixing = Mixing(self.layer, self.outputs)
+        mixing, every = self.mixing, range(len(self.heads))
+        # heads that the outputs do not couple go one after the other: the tile is still in the cache
+        groups = [every] if self.layer.coupled else [range(h, h + 1) for h in every]
+        self._project(x)
+
+        def work(w: int) -> None:
+            space = self.spaces[w]
+            space.Z[...] = 0.0
+            out = np.empty((self.tiling.rows, self.layer.value_width), self.dtype)
+            for panel in self.tiling.share(w, self.workers):
+                o = out[: len(panel)]
+                for group in groups:
+                    for h in group:
+                        self._forward(space, h, panel, o[:, self.heads[h].where.values])
+                    for h, g in mixing(o, group):
+                        if self.root is not None:
+                            g = g * self.root[panel.start : panel.stop] ** 2
+                        self._backward(space, h, panel, g, fresh=len(group) > len(space.panels))
+
+        threads.run(work, self.workers)
+        return self._collect()
+
+    def _project(self, x: Array) -> None:
+        """``[dQ | dK | dV]`` of all heads in one product, then laid beside Q and K."""
+        if self.root is not None:
+            x = x / self.root
+        Y = self.spaces[0].Z  # free until the adjoint sums begin
+        np.matmul(x, self.W.T, out=Y)
+        for head in self.heads:
+            (q, key, v), k = head.where.parts, head.where.k
+            head.left[:, :k], head.right[:, k:], head.dV[...] = Y[:, q], Y[:, key], Y[:, v]
+
+    def _collect(self) -> Array:
+        """Adds up the threads' adjoint sums and goes back through the projections."""
+        total = self.spaces[0].Z
+        for space in self.spaces[1:]:
+            total += space.Z
+        y = total @ self.W
+        return y if self.root is None else y / self.root
+
+    def _tile(self, space: _Workspace, h: int, panel: Panel, t: int, *, fresh: bool) -> Array:
+        """Tile ``t`` of head h; recomputed unless it is stored or (not ``fresh``) left by the pass before."""
+        tiles = self.heads[h].tiles
+        if tiles.keep:
+            return tiles.tile(panel, t, None)
+        view = panel.view(space.panels[h if len(space.panels) > 1 else 0], t)
+        return tiles.tile(panel, t, view) if fresh else view
+
+    def _forward(self, space: _Workspace, h: int, panel: Panel, out: Array) -> None:
+        """``do`` of the panel's rows."""
+        head = self.heads[h]
+        rows, e = slice(panel.start, panel.stop), head.where.e
+        left, out[...] = head.left[rows], 0.0
+        r = np.zeros(len(panel), self.dtype)
+        for t, (a, b) in enumerate(panel.tiles):
+            E = self._tile(space, h, panel, t, fresh=True)
+            T = space.T[: E.size].reshape(E.shape)
+            np.matmul(left, head.right[a:b].T, out=T)
+            T *= E
+            r += T @ self.ones[: b - a]
+            out += T @ head.V[a:b, :e]
+            out += E @ head.dV[a:b]
+        out -= r[:, None] * head.O[rows]
+        out *= head.tiles.inverse[rows, None]
+
+    def _backward(self, space: _Workspace, h: int, panel: Panel, cotangent: Array, *, fresh: bool) -> None:
+        """Adds what the panel's rows give to the adjoint sums ``[Q-bar | K-bar | V-bar]``."""
+        head = self.heads[h]
+        rows, k, e = slice(panel.start, panel.stop), head.where.k, head.where.e
+        q, key, v = head.where.parts
+        Q, Z, g = head.left[rows, k:], space.Z, space.g[: len(panel), : e + 1]
+        np.multiply(cotangent, head.tiles.inverse[rows, None], out=g[:, :e])
+        g[:, e] = -np.einsum("ij,ij->i", g[:, :e], head.O[rows])
+        for t, (a, b) in enumerate(panel.tiles):
+            E = self._tile(space, h, panel, t, fresh=fresh)
+            T = space.T[: E.size].reshape(E.shape)
+            np.matmul(g, head.V[a:b].T, out=T)
+            T *= E
+            Z[rows, q] += T @ head.right[a:b, :k]
+            Z[a:b, key] += T.T @ Q
+            Z[a:b, v] += E.T @ g[:, :e]

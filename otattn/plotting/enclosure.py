@@ -1,0 +1,69 @@
+"""Enclosures: upper, lower and published bounds against n or against the radius."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from otattn.lipschitz.comparison import RealAgainstAdversarial
+from otattn.lipschitz.enclosure import EnclosureTable
+from otattn.plotting.style import COLORS, axes
+
+__all__ = ["plot_enclosure", "plot_real_against_adversarial"]
+
+
+def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
+    """The band between witnessed lower and proven upper bounds, and the published bound above it; log-log.
+
+    A mean-field row (any measure) is drawn as horizontal lines.
+    """
+    ax = axes(ax)
+    rows = table.rows()
+    finite = [r for r in rows if r[table.parameter] is not None]
+    if finite:
+        x = [r[table.parameter] for r in finite]
+        low, high = [r["lower"] for r in finite], [r["upper"] for r in finite]
+        ax.fill_between(x, low, high, color=COLORS["sky"], alpha=0.35, label="enclosure")
+        ax.plot(x, high, color=COLORS["blue"], marker="v", ms=4, label="upper bound, proven")
+        ax.plot(x, low, color=COLORS["green"], marker="^", ms=4, label="lower bound, witnessed")
+        paper = [r["published"] if r["published"] is not None else np.nan for r in finite]
+        if np.isfinite(paper).any():
+            ax.plot(x, paper, color=COLORS["red"], ls="--", marker="s", ms=3, label="published upper bound")
+    for r in rows:
+        if r[table.parameter] is None:
+            ax.axhline(r["upper"], color=COLORS["blue"], ls=":", lw=1.2, label="upper bound, any measure")
+            ax.axhline(r["lower"], color=COLORS["green"], ls=":", lw=1.2, label="lower bound, any measure")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("number of tokens n" if table.parameter == "n" else "radius R of the token ball")
+    ax.set_ylabel("Lipschitz constant in W_p")
+    ax.legend(fontsize=8, frameon=False)
+    return ax
+
+
+def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = None) -> Any:
+    """Local constants at real and at adversarial tokens, one thin line a head, geometric means with exponents."""
+    ax = axes(ax)
+    n = result.growth.n_values
+    groups = (
+        ("real tokens", result.growth.values.mean(axis=1), "blue", "sky"),
+        ("adversarial tokens", result.adversarial, "red", "orange"),
+    )
+    from otattn.lipschitz.growth import fit_exponent
+
+    for name, values, strong, light in groups:
+        for row in values:
+            ax.plot(n, row, color=COLORS[light], lw=0.7, alpha=0.8)
+        mean = np.exp(np.log(values).mean(axis=0))
+        fit = fit_exponent(n, mean)
+        low, high = fit.interval()
+        label = f"{name}: n^{fit.exponent:.2f} [{low:.2f}, {high:.2f}]"
+        ax.plot(n, mean, color=COLORS[strong], lw=2, marker="o", ms=4, label=label)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(n, [f"{int(v)}" for v in n])
+    ax.set_xlabel("number of tokens n")
+    ax.set_ylabel("local Lipschitz constant in W_2")
+    ax.legend(fontsize=8, frameon=False)
+    return ax

@@ -1,0 +1,100 @@
+"""Local constants against the number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from otattn.lipschitz.growth import LocalGrowth
+from otattn.plotting.style import COLORS, axes
+
+__all__ = ["plot_crossover", "plot_local_growth"]
+
+
+def plot_local_growth(
+    growth: LocalGrowth, *, bounds: Mapping[str, Sequence[float]] | None = None, ax: Any = None
+) -> Any:
+    """Local constants of each head (thin), their geometric mean with its fitted exponent, and upper bounds; log-log.
+
+    Parameters
+    ----------
+    growth : LocalGrowth
+    bounds : mapping of label to values at ``growth.n_values``, optional
+    ax : matplotlib Axes, optional
+
+    Returns
+    -------
+    matplotlib Axes
+    """
+    ax = axes(ax)
+    n = growth.n_values
+    per_head = growth.values.mean(axis=1)
+    for k, values in enumerate(per_head):
+        ax.plot(
+            n,
+            values,
+            color=COLORS["sky"],
+            lw=0.8,
+            alpha=0.8,
+            label="one head, mean over windows" if k == 0 else None,
+        )
+    mean = np.exp(np.log(np.maximum(growth.values, 1e-300)).mean(axis=(0, 1)))
+    fit = growth.mean_exponent()
+    label = f"geometric mean, fitted growth n^({fit.exponent:.2f} ± {fit.standard_error:.2f})"
+    ax.plot(n, mean, color=COLORS["blue"], marker="o", ms=4, lw=2, label=label)
+    for (name, values), color in zip(
+        (bounds or {}).items(), ("red", "orange", "purple", "green"), strict=False
+    ):
+        ax.plot(n, values, color=COLORS[color], ls="--", lw=1.5, label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(n, [f"{int(v)}" for v in n])
+    ax.set_xlabel("number of tokens n")
+    ax.set_ylabel("local Lipschitz constant in W_2")
+    ax.legend(fontsize=8, frameon=False)
+    return ax
+
+
+def plot_crossover(
+    n_values: Sequence[float],
+    log10_discrete: Mapping[str, Sequence[float]],
+    log10_mean_field: Mapping[str, float],
+    *,
+    crossings: Mapping[str, float] | None = None,
+    ax: Any = None,
+) -> Any:
+    """Discrete bounds that grow with n against mean-field bounds that do not; both axes in powers of ten.
+
+    Parameters
+    ----------
+    n_values : log10 of the numbers of tokens, shape (m,)
+    log10_discrete : label -> log10 of the bound at each n
+    log10_mean_field : label -> log10 of the bound
+    crossings : label -> log10 of the n at which the mean-field bound becomes the smaller one
+    ax : matplotlib Axes, optional
+    """
+    ax = axes(ax)
+    palette = ("red", "blue", "purple", "green")
+    for (name, values), color in zip(log10_discrete.items(), palette, strict=False):
+        ax.plot(n_values, values, color=COLORS[color], lw=2, label=name)
+    for (name, level), color in zip(log10_mean_field.items(), palette, strict=False):
+        ax.axhline(level, color=COLORS[color], ls="--", lw=1.5, label=name)
+    for name, at in (crossings or {}).items():
+        ax.axvline(at, color=COLORS["grey"], ls=":", lw=1)
+        ax.annotate(
+            f"{name}: n ≈ 10^{at:.1f}",
+            (at, ax.get_ylim()[0]),
+            xytext=(-4, 6),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="bottom",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+            fontsize=8,
+        )
+    ax.set_xlabel("log10 of the number of tokens n")
+    ax.set_ylabel("log10 of the W_2 Lipschitz bound")
+    ax.legend(fontsize=8, frameon=False)
+    return ax

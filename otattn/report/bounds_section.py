@@ -1,0 +1,102 @@
+"""Mean-field bounds (any measure) against discrete bounds (n tokens), and where they cross."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from otattn.attention import SoftmaxAttention
+from otattn.data import SampleLayer
+from otattn.lipschitz import bounds
+from otattn.lipschitz.bound import Bound
+from otattn.plotting import plot_crossover
+from otattn.report.section import Section, number, table
+
+__all__ = ["bounds_section", "log10_of"]
+
+GRID = 60
+
+
+def log10_of(bound: Bound) -> float:
+    """log10 of a bound that may exceed the largest float."""
+    return float(bound.details["log_value"]) / math.log(10.0)
+
+
+def _power(log10: float) -> str:
+    return number(10.0**log10) if log10 < 5 else f"10^{log10:.1f}"
+
+
+def _curves(
+    head: SoftmaxAttention, radius: float, log10_n: list[float]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    sizes = [max(1, round(10.0**x)) for x in log10_n]
+    discrete = {
+        "published, n tokens": [
+            log10_of(bounds.castin2024_discrete(head, radius=radius, n=n)) for n in sizes
+        ],
+        "ours, n tokens": [log10_of(bounds.row_bound(head, radius=radius, n=n)) for n in sizes],
+    }
+    ours = min(
+        log10_of(bounds.column_bound(head, radius=radius)),
+        log10_of(bounds.density_bound(head, radius=radius)),
+    )
+    mean_field = {
+        "published, any measure": log10_of(bounds.geshkovski2024_mean_field(head, radius=radius)),
+        "ours, any measure": ours,
+    }
+    return discrete, mean_field
+
+
+def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Section:
+    """Published and own bounds of every head at one radius, with the crossovers; a picture of the first head."""
+    n = layer.hidden_states.shape[1]
+    rows: list[list[str]] = []
+    records: list[dict[str, Any]] = []
+    for h, head in enumerate(layer.heads):
+        discrete, mean_field = _curves(head, radius, [math.log10(n)])
+        crossing = bounds.crossover(head, radius)
+        record: dict[str, Any] = {
+            "head": h,
+            "norm_A_times_radius_squared": float(np.linalg.norm(head.A, 2)) * radius**2,
+            "log10_discrete": {name: values[0] for name, values in discrete.items()},
+            "log10_mean_field": mean_field,
+            "log10_crossover_n": {
+                "published": crossing.log_published / math.log(10.0),
+                "ours": crossing.log_ours / math.log(10.0),
+            },
+        }
+        records.append(record)
+        rows.append(
+            [
+                str(h),
+                number(record["norm_A_times_radius_squared"]),
+                *(_power(values[0]) for values in discrete.values()),
+                *(_power(value) for value in mean_field.values()),
+                *(_power(value) for value in record["log10_crossover_n"].values()),
+            ]
+        )
+        advance()
+    crossings = records[0]["log10_crossover_n"]
+    grid = np.linspace(0.0, max(3.0, 1.1 * max(crossings.values())), GRID).tolist()
+    grid = [x for x in grid if x <= 300.0]
+    curves, levels = _curves(layer.heads[0], radius, grid)
+    ax = plot_crossover(grid, curves, levels, crossings=crossings)
+    ax.set_title(f"head 0, R = {radius:.1f}", fontsize=10)
+    header = ["head", "||A|| R^2"]
+    header += (
+        [f"{name.split(',')[0]}, n = {n}" for name in curves]
+        + list(levels)
+        + [f"crossover n, {k}" for k in crossings]
+    )
+    lines = [
+        f"W_2 Lipschitz bounds on the ball of radius R = {radius:.2f}: for n = {n} tokens (grows like the square root of n), "
+        "for any measure (mean-field, no n but exponential in ||A|| R^2), and the number of tokens from which the "
+        "mean-field bound is the smaller one.",
+        "",
+        *table(header, rows),
+    ]
+    return Section(
+        "Mean-field and discrete bounds", lines, {"radius": radius, "heads": records}, {"crossover.png": ax}
+    )

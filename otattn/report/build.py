@@ -1,0 +1,103 @@
+"""Assemble the sections and write ``report.md``, ``report.json`` and the pictures."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from otattn import _validate as check
+from otattn.data import SampleLayer
+from otattn.plotting import save
+from otattn.report.bounds_section import bounds_section
+from otattn.report.local_section import local_section
+from otattn.report.section import Section
+from otattn.report.stability_section import stability_section
+
+__all__ = ["build_report", "write_report"]
+
+
+def build_report(
+    layer: SampleLayer,
+    out: str | pathlib.Path,
+    *,
+    seed: int = 0,
+    n_pairs: int = 24,
+    n_tokens: int = 32,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measure and bound one layer; write ``report.md``, ``report.json`` and pictures into ``out``.
+
+    Parameters
+    ----------
+    layer : SampleLayer
+        Heads and windows of tokens, from :func:`otattn.load_sample` or :func:`otattn.load_layer`.
+    out : path
+        A directory, made if needed.
+    seed : int
+        Every random draw descends from it.
+    n_pairs : int
+        Pairs of measures for each head and metric.
+    n_tokens : int
+        Tokens a measure in the stability study.
+    progress : bool
+        Show a bar on stderr.
+
+    Returns
+    -------
+    dict
+        The content of ``report.json``.
+    """
+    check.count(seed, "seed", least=0)
+    check.count(n_pairs, "n_pairs", least=2)
+    check.count(n_tokens, "n_tokens", least=2)
+    start = time.perf_counter()
+    heads = len(layer.heads)
+    with tqdm(total=5 * heads, desc="report", unit="step", disable=not progress) as bar:
+        local, growth = local_section(layer, advance=bar.update)
+        stability = stability_section(layer, seed=seed, n_pairs=n_pairs, n=n_tokens, advance=bar.update)
+        crossing = bounds_section(layer, radius=float(growth.radii.max()), advance=bar.update)
+    sections = [stability, local, crossing]
+    head = {
+        "layer": _name(layer),
+        "heads": heads,
+        "windows": int(layer.hidden_states.shape[0]),
+        "tokens_per_window": int(layer.hidden_states.shape[1]),
+        "dimension": int(layer.hidden_states.shape[2]),
+        "seed": seed,
+    }
+    return write_report(pathlib.Path(out), head, sections, seconds=time.perf_counter() - start)
+
+
+def _name(layer: SampleLayer) -> str:
+    """The origin in one line; the bundled layer's is a page."""
+    if "\n" not in layer.origin:
+        return layer.origin
+    return "The bundled layer, layer 3 of all-MiniLM-L6-v2 on the opening of a public-domain novel"
+
+
+def write_report(
+    out: pathlib.Path, head: dict[str, Any], sections: list[Section], *, seconds: float
+) -> dict[str, Any]:
+    """Write the three kinds of files; returns the JSON content."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# Attention stability report",
+        "",
+        f"{head['layer']}: {head['heads']} heads, {head['windows']} windows of {head['tokens_per_window']} tokens in "
+        f"dimension {head['dimension']}; seed {head['seed']}; {seconds:.0f} s.",
+        "",
+    ]
+    data: dict[str, Any] = {**head, "seconds": round(seconds, 1), "sections": {}}
+    for section in sections:
+        lines += [f"## {section.title}", "", *section.lines]
+        for name, ax in section.pictures.items():
+            save(ax, out / name)
+            lines += [f"![{section.title}]({name})", ""]
+        data["sections"][section.title] = section.data
+    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    return data

@@ -1,0 +1,40 @@
+"""One section of a report: text, numbers, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Section", "number", "table"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a section contributes: Markdown lines, plain data for the JSON file, axes by file name."""
+
+    title: str
+    lines: list[str]
+    data: dict[str, Any]
+    pictures: dict[str, Any] = field(default_factory=dict)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number as the report prints it."""
+    if value is None:
+        return "-"
+    if value != value:
+        return "n/a"
+    if value in (float("inf"), float("-inf")):
+        return "inf"
+    return f"{value:.{digits}g}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return [
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]

@@ -1,0 +1,282 @@
+"""How much attention stretched one pair of measures, in Wasserstein distance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn.attention.base import AttentionMap
+from otattn.distances.bures import bures_wasserstein
+from otattn.distances.conditional import conditional_transport, conditional_wasserstein
+from otattn.distances.costs import pair_distances, power_mean
+from otattn.distances.transport import transport
+from otattn.distances.wasserstein import wasserstein
+from otattn.errors import ConvergenceError
+from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+
+__all__ = ["StabilityRatio", "image_distances", "prepare_pair", "stability_ratio"]
+
+Array = NDArray[np.float64]
+Moved = DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure
+
+_EPS = float(np.finfo(np.float64).eps)
+BURES_MARGIN = 1e-8
+"""Relative margin on the closed form between Gaussians, ten times the error that it documents."""
+NUDGES = 3
+NUDGE_SAFETY = 8.0
+
+
+@dataclass(frozen=True, eq=False)
+class StabilityRatio:
+    """``W_p(F(mu), F(nu)) / W_p(mu, nu)`` for one pair of measures.
+
+    Attributes
+    ----------
+    value : float
+        ``numerator / denominator``.
+    numerator, denominator : float
+        ``W_p(F(mu), F(nu))`` and ``W_p(mu, nu)``; Bures-Wasserstein between Gaussians, conditional between
+        space-time measures.
+    certified_lower : float
+        Dual value of the numerator, less the rounding of the two images, over the primal value of the
+        denominator; never above ``value``. Between Gaussians, where both distances are closed forms, their
+        documented relative error takes the place of the duality gap. When the measures are so close that the
+        images differ by rounding only, ``value`` is noise and ``certified_lower`` falls to 0.
+    p : float
+        Order.
+    attention : AttentionMap or None
+        None when the ratio was loaded from a file.
+    mu, nu : measure
+        The pair.
+    """
+
+    value: float
+    numerator: float
+    denominator: float
+    certified_lower: float
+    p: float
+    attention: AttentionMap | None
+    mu: Moved
+    nu: Moved
+
+    def verify(self) -> bool:
+        """Recompute images, distances and the certified value; False as soon as anything disagrees.
+
+        Distances must agree to 1e-9, or to the rounding of the images where that is larger.
+
+        Raises
+        ------
+        ValueError
+            There is no attention to recompute with.
+        """
+        if self.attention is None:
+            raise ValueError(
+                "verify needs the attention, received a ratio loaded without it; pass it to load."
+            )
+        try:
+            new, noise = _analyse(self.attention, self.mu, self.nu, self.p)
+        except (ValueError, TypeError):
+            return False
+        if not self.denominator > 0.0 or not np.isfinite([self.value, self.certified_lower]).all():
+            return False
+        return bool(
+            abs(self.numerator - new.numerator) <= 1e-9 * new.numerator + noise
+            and abs(self.denominator - new.denominator) <= 1e-9 * new.denominator
+            and abs(self.value - self.numerator / self.denominator) <= 4 * _EPS * self.value
+            and 0.0 <= self.certified_lower <= min(self.value, new.value + noise / new.denominator)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"StabilityRatio({self.value:.6g}, certified >= {self.certified_lower:.6g}, p={self.p:g}, "
+            f"W_p={self.denominator:.3g} -> {self.numerator:.3g})"
+        )
+
+
+def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) -> StabilityRatio:
+    r"""The factor by which attention stretched the distance between two measures.
+
+    .. math:: \frac{W_p(F(\mu), F(\nu))}{W_p(\mu, \nu)}, \qquad F(\mu) = (\Gamma_\mu)_\# \mu
+
+    It is a lower bound of every Lipschitz constant of F on a set that holds both measures.
+
+    Parameters
+    ----------
+    attention : AttentionMap
+    mu, nu : measures or array_like (n, d), (m, d)
+        Both discrete; or both Gaussian, with Bures-Wasserstein distances and ``p = 2``; or both space-time
+        measures of one time marginal, with conditional distances. An array is the uniform measure on its
+        rows, and the sequence of its rows when the attention is masked.
+    p : float
+        Order, ``1 <= p <= inf``.
+
+    Returns
+    -------
+    StabilityRatio
+
+    Raises
+    ------
+    ValueError
+        The measures are equal (the ratio is 0/0), live in different spaces or have different time marginals;
+        ``p`` is not 2 for Gaussians.
+    TypeError
+        The measures are of different kinds, or of a kind that the attention does not act on.
+    OverflowError
+        An image is not representable in float64.
+    ConvergenceError
+        The transport could not be certified.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> attention = SoftmaxAttention([[0.0]], [[2.0]])   # the mean, doubled
+    >>> stability_ratio(attention, [[0.0], [1.0]], [[3.0], [4.0]]).value
+    2.0
+
+    References
+    ----------
+    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024, section 2.
+    """
+    order = check.check_order(p)
+    first, second = prepare_pair(attention, mu, nu, order)
+    return _analyse(attention, first, second, order)[0]
+
+
+def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[Moved, Moved]:
+    """The pair as measures of one kind and one space, on which ``attention`` acts and ``W_p`` is defined."""
+    if not isinstance(attention, AttentionMap):
+        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}.")
+    gaussian = isinstance(mu, GaussianMeasure), isinstance(nu, GaussianMeasure)
+    first: Moved
+    second: Moved
+    if all(gaussian):
+        if p != 2.0:
+            raise ValueError(
+                f"p must be 2 between Gaussian measures, received {p:g}; only W_2 has a closed "
+                "form, sample them "
+                "for another order."
+            )
+        first, second = mu, nu
+    elif any(gaussian):
+        raise TypeError(
+            "mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian."
+        )
+    else:
+        first, second = attention.as_measure(mu), attention.as_measure(nu)
+        if isinstance(first, SpaceTimeMeasure) != isinstance(second, SpaceTimeMeasure):
+            raise TypeError(
+                "mu and nu must be of one kind, received a space-time measure and one without "
+                "times; give both times."
+            )
+    if first.dim != second.dim:
+        raise ValueError(
+            f"mu and nu must live in one space, received dimensions {first.dim} and {second.dim}."
+        )
+    return first, second
+
+
+def image_distances(
+    attention: AttentionMap, mu: Moved, nu: Moved, p: float, *, resolution: float = 0.0
+) -> tuple[float, float]:
+    """``W_p(F(mu), F(nu))`` and ``W_p(mu, nu)`` of a prepared pair.
+
+    ``(0, 0)`` when the measures are equal, or closer than ``resolution`` times the size of ``mu``.
+    """
+    denominator = _distance(mu, nu, p)
+    if denominator == 0.0 or denominator < resolution * _size(mu):
+        return 0.0, 0.0
+    return _distance(attention.pushforward(mu), attention.pushforward(nu), p), denominator
+
+
+def _distance(mu: Any, nu: Any, p: float) -> float:
+    if isinstance(mu, GaussianMeasure):
+        return bures_wasserstein(mu, nu)
+    if isinstance(mu, SpaceTimeMeasure):
+        return conditional_wasserstein(mu, nu, p=p)
+    return wasserstein(mu, nu, p=p)
+
+
+def _interval(mu: Any, nu: Any, p: float, value: float) -> tuple[float, float]:
+    """Certified lower and upper values of the distance whose plain value is given."""
+    if isinstance(mu, GaussianMeasure):
+        return value * (1.0 - BURES_MARGIN), value * (1.0 + BURES_MARGIN)
+    result = (conditional_transport if isinstance(mu, SpaceTimeMeasure) else transport)(mu, nu, p=p)
+    return result.lower, result.upper
+
+
+def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[StabilityRatio, float]:
+    """The ratio of a prepared pair, and the rounding of its numerator."""
+    denominator = _distance(mu, nu, p)
+    if denominator == 0.0:
+        raise ValueError(
+            "mu and nu must be different measures, received two equal ones: the stability ratio is then 0/0; "
+            "perturb one, or use local_lipschitz for the limit of close measures."
+        )
+    images = attention.pushforward(mu), attention.pushforward(nu)
+    numerator = _distance(*images, p)
+    value = numerator / denominator
+    if not np.isfinite(value):
+        raise ConvergenceError(
+            f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take "
+            "measures further apart."
+        )
+    noise = sum(_rounding(attention, m, image, p) for m, image in zip((mu, nu), images, strict=True))
+    lower = _interval(*images, p, numerator)[0] if numerator > 0.0 else 0.0
+    upper = _interval(mu, nu, p, denominator)[1]
+    certified = max(0.0, lower - noise) / upper * (1.0 - 4 * _EPS)
+    ratio = StabilityRatio(value, numerator, denominator, min(certified, value), p, attention, mu, nu)
+    return ratio, noise
+
+
+def _size(mu: Any) -> float:
+    """Largest coordinate, the unit in which the rounding of the points is counted."""
+    if isinstance(mu, GaussianMeasure):
+        return float(np.abs(mu.mean).max() + np.sqrt(np.trace(mu.cov)))
+    return float(np.abs(mu.points).max())
+
+
+def _rounding(attention: AttentionMap, mu: Moved, image: Any, p: float) -> float:
+    """How far rounding may have moved the image of ``mu``, in ``W_p``.
+
+    No analysis of each kernel: the response to points nudged by a few units in the last place shows how
+    rounding is amplified (through large logits, say), and a safety factor covers what the nudges did not hit.
+    """
+    size = _size(image)
+    floor = (8.0 * _EPS + _solver_tolerance(attention)) * size
+    rng = np.random.default_rng(0)
+    worst = 0.0
+    for _ in range(NUDGES):
+        if isinstance(mu, GaussianMeasure):
+            d = mu.dim
+            M = np.eye(d) + 4.0 * _EPS * _signs(rng, (d, d))
+            moved = attention.pushforward(GaussianMeasure(M @ mu.mean, M @ mu.cov @ M.T))
+            worst = max(worst, bures_wasserstein(moved, image))
+        else:
+            nudged = mu._with_points(mu.points * (1.0 + 4.0 * _EPS * _signs(rng, mu.points.shape)))
+            moved = attention.pushforward(nudged)
+            worst = max(worst, power_mean(pair_distances(moved.points, image.points), mu.weights, p))
+    return NUDGE_SAFETY * worst + floor
+
+
+def _signs(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return np.asarray(2.0 * rng.integers(0, 2, size=shape) - 1.0, dtype=np.float64)
+
+
+def _solver_tolerance(attention: AttentionMap) -> float:
+    """Largest tolerance of an iterative kernel (Sinkhorn) inside the map."""
+    own = getattr(attention, "tol", 0.0)
+    return max([float(own), *(_solver_tolerance(part) for part in _parts(attention))])
+
+
+def _parts(attention: AttentionMap) -> Iterator[AttentionMap]:
+    if is_dataclass(attention):
+        for field in fields(attention):
+            value = getattr(attention, field.name)
+            yield from (
+                v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, AttentionMap)
+            )

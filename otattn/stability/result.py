@@ -1,0 +1,303 @@
+"""The findings of a stability study, on their own: statistics, bounds, and the file they are kept in."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn.attention.base import AttentionMap
+from otattn.data.archive import read_npz
+from otattn.lipschitz.bound import Bound
+from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.stability.inference import LEAST_SAMPLE, Statistic, bootstrap_interval, endpoint
+from otattn.stability.ratio import StabilityRatio
+
+__all__ = ["Sampler", "Seed", "StabilityStudy", "child_seed"]
+
+Array = NDArray[np.float64]
+Sampler = Callable[[np.random.Generator], tuple[Any, Any]]
+Seed = tuple[int, tuple[int, ...]]
+"""Entropy and spawn key of a SeedSequence."""
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class StabilityStudy:
+    """The stability ratios of ``n_pairs`` random pairs of measures.
+
+    Attributes
+    ----------
+    numerators, denominators : ndarray (n_pairs,)
+        ``W_p(F(mu), F(nu))`` and ``W_p(mu, nu)`` of every pair; both 0 where the pair was skipped because its
+        measures are equal, or closer than 1e-12 times their size.
+    best : StabilityRatio
+        The largest ratio, certified, with its pair.
+    p : float
+        Order.
+    seed : tuple
+        Entropy and spawn key of the root seed; pair i is drawn from its i-th child.
+    attention, sampler
+        What was studied; None after :meth:`load` without them.
+    labels : dict
+        "attention" and "sampler" in words.
+    """
+
+    numerators: Array
+    denominators: Array
+    best: StabilityRatio
+    p: float
+    seed: Seed
+    attention: AttentionMap | None
+    sampler: Sampler | None
+    labels: dict[str, str]
+
+    @property
+    def n_pairs(self) -> int:
+        """Number of pairs drawn."""
+        return len(self.numerators)
+
+    @property
+    def n_skipped(self) -> int:
+        """Number of pairs of equal measures, which have no ratio."""
+        return int((self.denominators == 0.0).sum())
+
+    @property
+    def indices(self) -> NDArray[np.intp]:
+        """Indices of the pairs that have a ratio, in the order of ``ratios``."""
+        return np.flatnonzero(self.denominators)
+
+    @property
+    def ratios(self) -> Array:
+        """``W_p(F(mu), F(nu)) / W_p(mu, nu)`` of the pairs that were not skipped."""
+        live = self.indices
+        return self.numerators[live] / self.denominators[live]
+
+    @property
+    def seeds(self) -> list[np.random.SeedSequence]:
+        """The child seed of each pair, skipped ones included."""
+        return [child_seed(self.seed, i) for i in range(self.n_pairs)]
+
+    def pair(self, index: int) -> tuple[Any, Any]:
+        """The pair of that index, drawn again from its child seed."""
+        if self.sampler is None:
+            raise ValueError("pair needs the sampler, received a study loaded without it; pass it to load.")
+        if not 0 <= check.count(index, "index", least=0) < self.n_pairs:
+            raise ValueError(f"index must be below {self.n_pairs}, received {index}.")
+        mu, nu = self.sampler(np.random.default_rng(child_seed(self.seed, index)))
+        return mu, nu
+
+    def quantile(self, q: float) -> float:
+        """Empirical quantile of the ratios at the level ``q`` in [0, 1]."""
+        level = check.positive(q, "q", zero=True)
+        if level > 1.0:
+            raise ValueError(f"q must lie in [0, 1], received {q}.")
+        return float(np.quantile(self.ratios, level))
+
+    def confidence_interval(
+        self,
+        level: float = 0.95,
+        *,
+        statistic: Statistic = "mean",
+        n_resamples: int = 2000,
+        rng: np.random.Generator | int = 0,
+    ) -> tuple[float, float]:
+        """Percentile bootstrap interval of a statistic of the ratios under the sampler.
+
+        Parameters
+        ----------
+        level : float
+            In (0, 1).
+        statistic : "mean", "median", float or callable
+            A float in [0, 1] is a quantile level; a callable takes ratios ``(k,)`` to a number. The
+            bootstrap says nothing about the maximum: use :meth:`estimate` for the supremum.
+        n_resamples : int
+        rng : Generator or int
+
+        Returns
+        -------
+        low, high : float
+            The interval contains the statistic of the study itself.
+        """
+        if not 0.0 < check.positive(level, "level") < 1.0:
+            raise ValueError(f"level must lie strictly between 0 and 1, received {level}; 0.95 is usual.")
+        draws = check.count(n_resamples, "n_resamples", least=10)
+        return bootstrap_interval(
+            self.ratios, statistic, level=float(level), n_resamples=draws, rng=check.rng_from(rng)
+        )
+
+    def estimate(self, *, tail: int | None = None) -> Bound:
+        """Extreme-value estimate of the supremum of the ratio under the sampler.
+
+        A statistical guess, not a bound: it speaks of pairs as the sampler draws them, whose supremum may
+        lie far below the Lipschitz constant, and its error is large when few pairs come near the supremum.
+        ``details`` names the method ("generalised Pareto", "order statistics" when the tail shows no end,
+        "constant tail").
+
+        Parameters
+        ----------
+        tail : int, optional
+            Number of largest ratios to use, ``n^(2/3)`` by default.
+
+        Raises
+        ------
+        ConvergenceError
+            Fewer than 20 ratios.
+
+        References
+        ----------
+        Hosking and Wallis, "Parameter and quantile estimation for the generalized Pareto distribution", 1987;
+        Fraga Alves and Neves, "Estimation of the finite right endpoint in the Gumbel domain", 2014.
+        """
+        value, details = endpoint(self.ratios, None if tail is None else check.count(tail, "tail", least=2))
+        source = f"extreme-value estimate ({details['method']}) from {len(self.ratios)} random pairs"
+        about = {**details, "n_pairs": self.n_pairs}
+        return Bound(value, "estimate", source, self.p, self._domain, details=about)
+
+    def lower_bound(self) -> Bound:
+        """The certified ratio of the best pair: a lower bound of the Lipschitz constant, with its witness."""
+        mu, nu = self.best.mu, self.best.nu
+        n = None
+        if not isinstance(mu, GaussianMeasure) and not isinstance(nu, GaussianMeasure) and mu.n == nu.n:
+            uniform = all((m.weights == m.weights[0]).all() for m in (mu, nu))
+            n = mu.n if uniform else None
+        return Bound(
+            self.best.certified_lower,
+            "lower",
+            f"largest stability ratio of {len(self.ratios)} random pairs",
+            self.p,
+            self._domain,
+            n,
+            (mu, nu),
+            {"ratio": self.best.value, "n_pairs": self.n_pairs, "n_skipped": self.n_skipped},
+        )
+
+    @property
+    def _domain(self) -> Any:
+        return getattr(self.sampler, "domain", None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as plain values, ready for JSON; "estimate" is None where there are too few ratios."""
+        ratios = self.ratios
+        estimate = self.estimate().to_dict() if len(ratios) >= LEAST_SAMPLE else None
+        levels = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+        return {
+            "p": self.p,
+            "n_pairs": self.n_pairs,
+            "n_skipped": self.n_skipped,
+            "seed": {"entropy": str(self.seed[0]), "spawn_key": list(self.seed[1])},
+            **self.labels,
+            "mean": float(ratios.mean()),
+            "mean_interval_95": list(self.confidence_interval()),
+            "quantiles": {str(q): float(np.quantile(ratios, q)) for q in levels},
+            "max": self.best.value,
+            "lower_bound": self.lower_bound().to_dict(),
+            "estimate": estimate,
+        }
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row a pair that was not skipped: ``pair, ratio, numerator, denominator``.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed; otattn does not require it.
+        """
+        try:
+            import pandas as pd  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        except ImportError as exc:
+            raise ImportError(
+                "to_dataframe needs pandas, which is not installed; run: pip install pandas"
+            ) from exc
+        live = self.indices
+        columns = {
+            "pair": live,
+            "ratio": self.ratios,
+            "numerator": self.numerators[live],
+            "denominator": self.denominators[live],
+        }
+        return pd.DataFrame(columns)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the study to one ``.npz`` file without pickles; the file appears whole or not at all.
+
+        The attention and the sampler are not in it, but their names and the best pair are.
+        """
+        best, kind = self.best, type(self.best.mu).__name__
+        meta = {
+            "format": FORMAT,
+            "p": self.p,
+            "entropy": str(self.seed[0]),
+            "spawn_key": list(self.seed[1]),
+            "labels": self.labels,
+            "best": [best.value, best.numerator, best.denominator, best.certified_lower],
+            "kind": kind,
+        }
+        arrays = {"numerators": self.numerators, "denominators": self.denominators}
+        for side, measure in (("mu", best.mu), ("nu", best.nu)):
+            arrays |= {f"{side}_{name}": getattr(measure, name) for name in _FIELDS[kind][1]}
+        target = Path(path)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with open(draft, "wb") as stream:
+                np.savez_compressed(stream, allow_pickle=False, meta=np.array(json.dumps(meta)), **arrays)
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        attention: AttentionMap | None = None,
+        sampler: Sampler | None = None,
+    ) -> StabilityStudy:
+        """Read what :meth:`save` wrote; give the attention and the sampler to verify or redraw its pairs."""
+        arrays = read_npz(path)
+        try:
+            meta = json.loads(str(arrays["meta"][()]))
+            if meta["format"] != FORMAT:
+                raise ValueError(f"format {meta['format']}")
+            build, names = _FIELDS[meta["kind"]]
+            mu, nu = (build(*(arrays[f"{side}_{name}"] for name in names)) for side in ("mu", "nu"))
+            terms = [
+                check.frozen(check.as_float_array(arrays[k], k, ndim=1))
+                for k in ("numerators", "denominators")
+            ]
+            seed = int(meta["entropy"]), tuple(int(k) for k in meta["spawn_key"])
+            value, numerator, denominator, lower = (float(v) for v in meta["best"])
+            best = StabilityRatio(value, numerator, denominator, lower, float(meta["p"]), attention, mu, nu)
+            labels = {str(k): str(v) for k, v in meta["labels"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise ValueError(
+                f"{path} must be a study written by StabilityStudy.save, but it is not, or it is "
+                f"damaged ({exc})."
+            ) from exc
+        return cls(terms[0], terms[1], best, best.p, seed, attention, sampler, labels)
+
+    def __repr__(self) -> str:
+        return (
+            f"StabilityStudy({len(self.ratios)} ratios, p={self.p:g}, median {self.quantile(0.5):.4g}, "
+            f"largest {self.best.value:.4g})"
+        )
+
+
+_FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "DiscreteMeasure": (DiscreteMeasure, ("points", "weights")),
+    "SpaceTimeMeasure": (SpaceTimeMeasure, ("times", "points", "weights")),
+    "GaussianMeasure": (GaussianMeasure, ("mean", "cov")),
+}
+
+
+def child_seed(seed: Seed, index: int) -> np.random.SeedSequence:
+    """The child that a fresh ``SeedSequence.spawn`` gives at that index, without spawning the others."""
+    return np.random.SeedSequence(seed[0], spawn_key=(*seed[1], index))

@@ -1,0 +1,90 @@
+"""The house: imports run one way, the public names resolve, the modules stay small."""
+
+import ast
+import importlib
+import pathlib
+
+import pytest
+
+import otattn as oa
+
+PACKAGE = pathlib.Path(oa.__file__).parent
+# a room imports only from rooms of a lower floor, or from itself
+FLOORS = {
+    "errors": 0,
+    "_validate": 0,
+    "_linalg": 0,
+    "measures": 1,
+    "distances": 2,
+    "attention": 3,
+    "operators": 4,
+    "models": 4,
+    "data": 4,
+    "lipschitz": 5,
+    "stability": 6,
+    "dynamics": 6,
+    "gradient_flow": 7,
+    "plotting": 8,
+    "report": 9,
+    "cli": 10,
+    "__main__": 11,
+    "__init__": 11,
+}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: pathlib.Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported_rooms(path: pathlib.Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} uses a relative import"
+            names = [
+                f"{node.module}.{alias.name}" if node.module == "otattn" else node.module
+                for alias in node.names
+            ]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("otattn.")}
+        # the base package itself is the public interface, which no room may lean on
+        if isinstance(node, ast.Import) and any(alias.name == "otattn" for alias in node.names):
+            rooms.add("__init__")
+    return rooms & (set(FLOORS) | {"__init__"})
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downwards(path: pathlib.Path) -> None:
+    own = room(path)
+    for other in imported_rooms(path):
+        assert other == own or FLOORS[other] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {other}"
+
+
+def test_the_direction_check_can_fail(tmp_path: pathlib.Path) -> None:
+    wrong = tmp_path / "x.py"
+    wrong.write_text("from otattn.lipschitz import Bound\nimport otattn\n", encoding="utf-8")
+    assert imported_rooms(wrong) == {"lipschitz", "__init__"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_hold_one_concept(path: pathlib.Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 420
+    assert len(path.relative_to(PACKAGE).parts) <= 3
+
+
+@pytest.mark.parametrize("name", sorted(oa.__all__))
+def test_public_names_resolve_and_are_documented(name: str) -> None:
+    value = getattr(oa, name)
+    assert name.startswith("__") or (value.__doc__ or "").strip(), f"oa.{name} has no docstring"
+
+
+def test_every_module_has_a_docstring_and_imports() -> None:
+    for path in MODULES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if path.stem != "__main__":
+            assert (importlib.import_module(name).__doc__ or "").strip(), f"{name} has no docstring"
