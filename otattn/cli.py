@@ -1,4 +1,4 @@
-"""The command line: ``otattn report``, ``otattn stability``, ``otattn local``.
+"""The command line: ``otattn report``, ``stability``, ``local`` and ``bounds``.
 
 Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed.
 """
@@ -6,7 +6,6 @@ Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from otattn import _validate as check
 from otattn.attention import MaskedAttention
 from otattn.data import SampleLayer, load_layer, load_sample
 from otattn.errors import CertificateError, OtattnError
+from otattn.report.plain import to_json
 
 __all__ = ["main"]
 
@@ -107,8 +108,17 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument(
         "--n", type=_positive, nargs="+", default=None, help="numbers of tokens (default 8 16 ... 128)"
     )
+    local.add_argument("--adversarial", action="store_true", help="also search adversarial tokens of the same norm")
     local.add_argument("--json", action="store_true", help="print JSON")
-    local.add_argument("--out", metavar="DIR", help="also write local.json there")
+    local.add_argument("--out", metavar="DIR", help="also write local.json there (and local.png with --adversarial)")
+
+    bounds = command("bounds", _bounds, "Published and own bounds against n, with witnessed lower bounds and the ratio.")
+    bounds.add_argument("--head", type=int, default=0, help="head of the layer (default 0)")
+    bounds.add_argument("--radius", type=float, default=None, help="token radius R (default: largest token norm)")
+    bounds.add_argument("--n", type=_positive, nargs="+", default=[8, 64, 512], help="numbers of tokens")
+    bounds.add_argument("--effort", choices=("fast", "deep"), default="fast", help="deep allows branch and bound")
+    bounds.add_argument("--json", action="store_true", help="print JSON")
+    bounds.add_argument("--out", metavar="DIR", help="also write bounds.json and bounds.png there")
     return parser
 
 
@@ -139,7 +149,7 @@ def _report(options: argparse.Namespace) -> None:
         layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=not options.quiet
     )
     if options.json:
-        print(json.dumps(data, indent=1))
+        print(to_json(data))
     else:
         print(
             f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s"
@@ -150,8 +160,8 @@ def _emit(options: argparse.Namespace, name: str, data: dict[str, Any], lines: l
     if options.out:
         out = pathlib.Path(options.out)
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    print(json.dumps(data, indent=1) if options.json else "\n".join(lines))
+        (out / f"{name}.json").write_text(to_json(data), encoding="utf-8")
+    print(to_json(data) if options.json else "\n".join(lines))
 
 
 def _stability(options: argparse.Namespace) -> None:
@@ -201,7 +211,69 @@ def _local(options: argparse.Namespace) -> None:
             fit = growth.exponent(h)
             row += f" {fit.exponent:.3f} ± {fit.standard_error:.3f}"
         lines.append(row)
-    _emit(options, "local", growth.to_dict(), lines)
+    data: dict[str, Any] = growth.to_dict()
+    if options.adversarial:
+        from otattn.lipschitz.comparison import real_against_adversarial
+
+        result = real_against_adversarial(
+            layer.heads,
+            layer.hidden_states,
+            n_values=sizes,
+            growth=growth,
+            rng=options.seed,
+            progress=not options.quiet,
+        )
+        data = result.to_dict()
+        lines += ["", f"adversarial tokens of norm at most {result.radius:.4g}"]
+        lines += [f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes)]
+        lines += [f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in row) for h, row in enumerate(result.adversarial)]
+        if options.out and len(sizes) > 1:
+            from otattn.plotting import plot_real_against_adversarial, save
+
+            pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
+            save(plot_real_against_adversarial(result), pathlib.Path(options.out) / "local.png")
+    _emit(options, "local", data, lines)
+
+
+def _bounds(options: argparse.Namespace) -> None:
+    from otattn.lipschitz import bounds
+    from otattn.lipschitz.comparison import reduced_head
+    from otattn.lipschitz.enclosure import enclosure_table
+
+    if options.weights is not None and options.tokens is None and options.radius is None:
+        raise ValueError("bounds needs --radius, or --tokens to take the largest norm from.")
+    layer = load_layer(options.weights, options.tokens) if options.weights is not None else _layer(options)
+    if not 0 <= options.head < len(layer.heads):
+        raise ValueError(f"--head must be below {len(layer.heads)}, received {options.head}.")
+    head = layer.heads[options.head]
+    if options.radius is not None:
+        radius = check.positive(options.radius, "--radius")
+    else:
+        radius = float(np.linalg.norm(layer.hidden_states, axis=2).max())
+    reduced = reduced_head(head)[0]
+    table = enclosure_table(
+        reduced, radius=radius, n_values=[*options.n, None], rng=options.seed, effort=options.effort
+    )
+    crossing = bounds.crossover(reduced, radius)
+    ln10 = float(np.log(10.0))
+    data = {
+        **table.to_dict(),
+        "head": options.head,
+        "radius": radius,
+        "log10_crossover_n": {"published": crossing.log_published / ln10, "ours": crossing.log_ours / ln10},
+    }
+    lines = [
+        f"head {options.head}, R = {radius:.4g}, W_2",
+        *str(table).splitlines(),
+        f"mean-field bound the smaller one from n = 10^{crossing.log_ours / ln10:.1f} "
+        f"(published pair: 10^{crossing.log_published / ln10:.1f})",
+    ]
+    if options.out:
+        from otattn.plotting import plot_enclosure, save
+
+        pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
+        save(plot_enclosure(table), pathlib.Path(options.out) / "bounds.png")
+    _emit(options, "bounds", data, lines)
 
 
 if __name__ == "__main__":

@@ -77,9 +77,7 @@ class AttentionMap(ABC):
 
     def _check_dim(self, dim: int) -> None:
         if self.in_dim is not None and dim != self.in_dim:
-            raise ValueError(
-                f"mu must live in dimension {self.in_dim}, received {dim}; check A, V or the points."
-            )
+            raise ValueError(f"mu must live in dimension {self.in_dim}, received {dim}; check A, V or the points.")
 
     def _times(self, x: Array, mu: Measure, times: ArrayLike | None) -> Array | None:
         if not self.causal:

@@ -105,8 +105,7 @@ def _tokens(value: ArrayLike, name: str, n: int, width: int) -> Array:
     array = np.asarray(value, dtype=np.float64)
     if array.shape not in ((n, width), (n * width,), (n * width, 1)):
         raise ValueError(
-            f"{name} must have shape ({n}, {width}) or ({n * width},), received {array.shape}; "
-            "one row a token."
+            f"{name} must have shape ({n}, {width}) or ({n * width},), received {array.shape}; one row a token."
         )
     return array.reshape(n, width)
 

@@ -59,9 +59,7 @@ def blocks(m: int, n: int, block_size: int | None, width: int = 4) -> Iterator[s
 class Kernel:
     """The atoms of one head with their times, shared by the normalised and the pointwise kind."""
 
-    def __init__(
-        self, head: Head, y: Array, weights: Array, times: Array | None, block_size: int | None
-    ) -> None:
+    def __init__(self, head: Head, y: Array, weights: Array, times: Array | None, block_size: int | None) -> None:
         self.head, self.y, self.weights, self.times, self.block_size = head, y, weights, times, block_size
         self.n = len(y)
 
@@ -165,9 +163,7 @@ class NormalisedKernel(Kernel):
     def _weightless(self, Q: Array, hidden: NDArray[np.bool_]) -> Array:
         """Logits of rows that see no mass: over the atoms of zero weight that they see."""
         if hidden.all(axis=1).any():
-            raise ValueError(
-                "every row must see an atom, received a row earlier than all atoms; give it a later time."
-            )
+            raise ValueError("every row must see an atom, received a row earlier than all atoms; give it a later time.")
         S = self._logits(Q, None)
         S[hidden] = -np.inf
         return S

@@ -61,15 +61,11 @@ class MultiHeadAttention(AttentionMap):
         if len({h.in_dim for h in hs}) > 1:
             raise ValueError(f"heads must act on one space, received dimensions {[h.in_dim for h in hs]}.")
         if len({h.causal for h in hs}) > 1:
-            raise ValueError(
-                "heads must be all masked or all unmasked; wrap the whole in MaskedAttention instead."
-            )
+            raise ValueError("heads must be all masked or all unmasked; wrap the whole in MaskedAttention instead.")
         ws: tuple[Array, ...] | None = None
         if outputs is not None:
             if len(outputs) != len(hs):
-                raise ValueError(
-                    f"outputs must give one matrix a head, received {len(outputs)} for {len(hs)} heads."
-                )
+                raise ValueError(f"outputs must give one matrix a head, received {len(outputs)} for {len(hs)} heads.")
             ws = tuple(
                 check.frozen(check.matrix(W, f"outputs[{i}]", shape=(None, h.out_dim)))
                 for i, (W, h) in enumerate(zip(outputs, hs, strict=True))
@@ -84,9 +80,7 @@ class MultiHeadAttention(AttentionMap):
         object.__setattr__(self, "heads", hs)
         object.__setattr__(self, "outputs", ws)
         size = self.out_dim
-        bias = (
-            None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=size))
-        )
+        bias = None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=size))
         object.__setattr__(self, "output_bias", bias)
 
     @property
@@ -151,6 +145,4 @@ class MultiHeadAttention(AttentionMap):
         if self.outputs is not None:
             maps = [(W @ G, W @ b) for W, (G, b) in zip(self.outputs, maps, strict=True)]
         offset = self._sum(b for _, b in maps)
-        return self._sum(
-            G for G, _ in maps
-        ), offset if self.output_bias is None else offset + self.output_bias
+        return self._sum(G for G, _ in maps), offset if self.output_bias is None else offset + self.output_bias

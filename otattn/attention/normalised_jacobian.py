@@ -39,9 +39,7 @@ class NormalisedJacobian:
         for i, rows in enumerate(self.blocks):
             yield rows, self.stored[i] if self.stored else self.kernel.weights_of(self.Q, self.times, rows)
 
-    def row_derivatives(
-        self, direction: Array, extra: Array | None = None
-    ) -> Iterator[tuple[slice, Array, Array]]:
+    def row_derivatives(self, direction: Array, extra: Array | None = None) -> Iterator[tuple[slice, Array, Array]]:
         """``(rows, P, dP)`` block by block; ``extra (n,)`` is a derivative of the columns' log offsets."""
         head, K = self.kernel.head, self.kernel.K
         dQ, dK = direction @ head.Wq.T, direction @ head.Wk.T

@@ -171,9 +171,7 @@ class PointwiseAttention(AttentionMap):
     def __init__(self, A: ArrayLike, V: ArrayLike) -> None:
         form = check.matrix(A, "A")
         if form.shape[0] != form.shape[1]:
-            raise ValueError(
-                f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q."
-            )
+            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q.")
         object.__setattr__(self, "A", check.frozen(form))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, len(form)))))
 
@@ -195,9 +193,7 @@ class PointwiseAttention(AttentionMap):
 
     def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> PointwiseKernel:
         atom_times = getattr(mu, "times", None) if times is not None else None
-        return PointwiseKernel(
-            self.head(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size
-        )
+        return PointwiseKernel(self.head(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size)
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)

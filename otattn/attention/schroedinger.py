@@ -19,15 +19,16 @@ from otattn.errors import ConvergenceError
 __all__ = ["DENSE_LIMIT", "MarginalSolver", "Potentials"]
 
 Array = NDArray[np.float64]
-DENSE_LIMIT = 2048
-"""Up to this many atoms linear systems are factorised; beyond, they are solved by conjugate gradients."""
+DENSE_LIMIT = 1024
+"""Up to this many atoms derivatives come from a factorisation. Beyond, they come from conjugate gradients, and from
+a factorisation only where these stall and it fits the memory budget. Newton steps change over at a quarter of it."""
 _GROWTH, _WARM_SPAN, _WARM_ERROR = 4.0, 10.0, 0.1
 _LONGEST_STEP = 20.0
 _EPS = float(np.finfo(np.float64).eps)
 
 
-def _dense(n: int) -> bool:
-    return n <= DENSE_LIMIT and 32 * n * n <= base.MEMORY_BUDGET
+def _fits(n: int) -> bool:
+    return 32 * n * n <= base.MEMORY_BUDGET
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,7 @@ class Potentials:
         self.stored = G @ Y.T if self.keep else None
         self.span = max(float(np.abs(self._logits(rows)).max()) for rows in self.blocks)
         self.evaluations = 0
+        self.factorise = n <= DENSE_LIMIT // 4 and _fits(n)
 
     def solve(self) -> tuple[Array, Array]:
         """``f`` and ``h``.
@@ -129,7 +131,7 @@ class Potentials:
         if goal >= 1.0 or not rate > 0.0:
             return False
         n = len(self.w)
-        cost = 3.0 + n / 50.0 if _dense(n) else (30.0 if self.keep else 100.0)
+        cost = 3.0 + n / 50.0 if self.factorise else (10.0 if self.keep else 40.0)
         return rate >= 1.0 or np.log(goal) / np.log(rate) > cost
 
     def _logits(self, rows: slice) -> Array:
@@ -181,7 +183,7 @@ class Potentials:
     def _newton(self, state: _State) -> _State | None:
         """A damped Newton step of the dual, None unless it raises the dual or lowers the error."""
         gradient = self.w * -np.expm1(np.minimum(state.defect, 700.0))
-        solve = self._newton_dense(state) if _dense(len(self.w)) else self._newton_cg(state)
+        solve = self._newton_dense(state) if self.factorise else self._newton_cg(state)
         noise = 64.0 * _EPS * (1.0 + self.span * state.t)
         size_of_gradient = min(1.0, float(np.abs(gradient).sum()))
         # less damping when the step was too timid (parts of the kernel that are nearly separate)
@@ -230,14 +232,15 @@ class Potentials:
 
             def product(z: Array) -> Array:
                 u = scale * z / root
-                return np.asarray(
-                    scale * (exchange.product(u) / root + damping * root * u) + null * (null @ z)
-                )
+                return np.asarray(scale * (exchange.product(u) / root + damping * root * u) + null * (null @ z))
 
             operator = LinearOperator((len(root), len(root)), matvec=product, dtype=np.float64)
             tolerance = min(0.1, max(state.error, 1e-4))
             rhs = scale * (gradient / root)
-            z, _ = cg(operator, rhs, rtol=tolerance, atol=0.0, maxiter=500 if self.keep else 50)
+            z, info = cg(operator, rhs, rtol=tolerance, atol=0.0, maxiter=200)
+            if info != 0 and _fits(len(root)):  # parts of the kernel are nearly separate
+                self.factorise = True
+                return self._newton_dense(state)(gradient, damping)
             step = scale * z / root
             return step if np.isfinite(step).all() else None
 
@@ -257,37 +260,45 @@ def _scaled_laplacian(P: Array, root: Array) -> Array:
 class _Exchange:
     """The graph Laplacian ``diag(P^T w) - P^T W P``, matrix-free.
 
-    Each row is referred to its largest entry, so that the rounding of a product is relative to what the rows
-    exchange with other columns: for a kernel close to a permutation that is far less than one.
+    Where a row is close to one-hot it is referred to its largest entry, so that the rounding of a product is
+    relative to what the row exchanges with other columns: for a kernel close to a permutation far less than one.
     """
 
     def __init__(self, rows: Callable[[], Iterator[tuple[slice, Array]]], w: Array) -> None:
         self.rows, self.w = rows, w
         n = len(w)
-        self.top, self.rest = np.empty(n, dtype=np.intp), np.empty(n)
+        self.top: list[NDArray[np.intp] | None] = []
+        self.rest = np.empty(n)
         self.column, self.diagonal = np.zeros(n), np.zeros(n)
         for block, P in rows():
-            top = self.top[block] = P.argmax(axis=1)
+            top = P.argmax(axis=1) if P.max() > 0.9 else None
+            self.top.append(top)
             others = self._others(P, top)
-            rest = self.rest[block] = others.sum(axis=1)
             self.column += w[block] @ others
             self.diagonal += w[block] @ (others * (1.0 - others))
-            self.diagonal += np.bincount(top, weights=w[block] * (1.0 - rest) * rest, minlength=n)
+            if top is not None:
+                rest = self.rest[block] = others.sum(axis=1)
+                self.diagonal += np.bincount(top, weights=w[block] * (1.0 - rest) * rest, minlength=n)
 
     @staticmethod
-    def _others(P: Array, top: NDArray[np.intp]) -> Array:
+    def _others(P: Array, top: NDArray[np.intp] | None) -> Array:
+        if top is None:
+            return P
         out = P.copy()
         out[np.arange(len(P)), top] = 0.0
         return out
 
     def product(self, u: Array) -> Array:
         out = self.column * u
-        for block, P in self.rows():
-            top, rest, w = self.top[block], self.rest[block], self.w[block]
-            others = self._others(P, top)
-            mean = others @ u - rest * u[top]  # of u over the row, from its value at the largest entry
-            out -= (w * (u[top] + mean)) @ others
-            out -= np.bincount(top, weights=w * (1.0 - rest) * mean, minlength=len(u))
+        for (block, P), top in zip(self.rows(), self.top, strict=True):
+            w, others = self.w[block], self._others(P, top)
+            mean = others @ u
+            if top is not None:  # the mean of u over the row, from its value at the largest entry
+                rest = self.rest[block]
+                mean -= rest * u[top]
+                out -= np.bincount(top, weights=w * (1.0 - rest) * mean, minlength=len(u))
+                mean += u[top]
+            out -= (w * mean) @ others
         return np.asarray(out)
 
 
@@ -295,25 +306,18 @@ class MarginalSolver:
     """Solves ``(diag(P^T w) - P^T W P) dh = r``, the implicit function theorem, on atoms of positive weight.
 
     The matrix is that of a weighted graph: symmetric PSD, with the constants in its kernel, so the right side
-    sums to zero and any gauge gives the same derivative of the map. It is scaled to a unit diagonal;
-    directions that rounding cannot see (nearly separate parts of the kernel) do not move the map either.
+    sums to zero and any gauge gives the same derivative of the map. It is scaled to a unit diagonal; directions
+    that rounding cannot see (nearly separate parts of the kernel) do not move the map either.
     """
 
     def __init__(self, parts: NormalisedJacobian, weights: Array) -> None:
-        self.w = weights
+        self.parts, self.w = parts, weights
         self.live = weights > 0
         self.root = np.sqrt(weights[self.live])
         self.matrix: Array | None = None
-        self.factor: Any = None
-        if _dense(len(self.root)):
-            P = np.concatenate([block for _, block in parts.rows()])[np.ix_(self.live, self.live)]
-            M = _scaled_laplacian(P, self.root)
-            self._scale(np.diag(M).copy())
-            M *= self.scale[:, None] * self.scale
-            M += np.outer(self.null, self.null)
-            M[np.diag_indices_from(M)] += np.where(self.alone, 1.0, 0.0)
-            self.matrix = M
-            self.factor = cho_factor(M + 1e-15 * np.eye(len(M)))
+        n = len(self.root)
+        if n <= DENSE_LIMIT and _fits(n):
+            self._factorise()
         else:
             self.exchange = _Exchange(parts.rows, weights)
             self._scale(self.exchange.diagonal[self.live] / weights[self.live])
@@ -325,31 +329,41 @@ class MarginalSolver:
         null = np.where(self.alone, 0.0, self.root / self.scale)
         self.null = null / max(float(np.linalg.norm(null)), 1e-300)
 
+    def _factorise(self) -> None:
+        P = np.concatenate([block for _, block in self.parts.rows()])
+        M = _scaled_laplacian(P if self.live.all() else P[np.ix_(self.live, self.live)], self.root)
+        self._scale(np.diag(M).copy())
+        M *= self.scale[:, None] * self.scale
+        M += np.outer(self.null, self.null)
+        M[np.diag_indices_from(M)] += np.where(self.alone, 1.0, 0.0)
+        self.matrix = M
+        self.factor = cho_factor(M + 1e-15 * np.eye(len(M)), overwrite_a=True)
+
     def _product(self, z: Array) -> Array:
-        if self.matrix is not None:
-            return np.asarray(self.matrix @ z)
         full = np.zeros(len(self.w))
         full[self.live] = self.scale * z / self.root
-        out = self.exchange.product(full)
-        image = self.scale * out[self.live] / self.root + self.null * (self.null @ z)
+        image = self.scale * self.exchange.product(full)[self.live] / self.root + self.null * (self.null @ z)
         return np.asarray(np.where(self.alone, z, image))
 
     def solve(self, r: Array) -> Array:
         """``dh (n,)`` for ``r (n,)`` of sum zero; zero at atoms of zero weight."""
         rhs = np.where(self.alone, 0.0, self.scale * (r[self.live] / self.root))
         rhs = rhs - self.null * (self.null @ rhs)
-        if self.factor is not None:
-            z = cho_solve(self.factor, rhs)
-            z += cho_solve(self.factor, rhs - self._product(z))
-        else:
+        if self.matrix is None:
             operator = LinearOperator((len(rhs), len(rhs)), matvec=self._product, dtype=np.float64)
-            z, info = cg(operator, rhs, rtol=1e-14, atol=0.0, maxiter=2000)
+            z, info = cg(operator, rhs, rtol=1e-13, atol=0.0, maxiter=500)
+            if info != 0 and _fits(len(rhs)):
+                self._factorise()
+                return self.solve(r)
             reached = float(np.linalg.norm(self._product(z) - rhs))
             if info != 0 and reached > 1e-10 * float(np.linalg.norm(rhs)):
                 raise ConvergenceError(
-                    f"the derivative of the Sinkhorn potentials needs residual 1e-10, reached {reached:.3g} "
-                    "in 2000 conjugate-gradient steps; scale A down (the kernel is close to a permutation)."
+                    f"the derivative of the Sinkhorn potentials needs residual 1e-10, reached {reached:.3g} in "
+                    "500 conjugate-gradient steps; scale A down (the kernel is close to a permutation)."
                 )
+        else:
+            z = cho_solve(self.factor, rhs)
+            z += cho_solve(self.factor, rhs - self.matrix @ z)
         out = np.zeros(len(self.w))
         out[self.live] = self.scale * z / self.root
         return out

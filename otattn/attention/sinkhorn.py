@@ -67,9 +67,7 @@ class SinkhornAttention(AttentionMap):
     def __init__(self, A: ArrayLike, V: ArrayLike, *, tol: float = 1e-10, max_iter: int = 10_000) -> None:
         form = check.matrix(A, "A")
         if form.shape[0] != form.shape[1]:
-            raise ValueError(
-                f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q."
-            )
+            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q.")
         object.__setattr__(self, "A", check.frozen(form))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, len(form)))))
         object.__setattr__(self, "tol", check.positive(tol, "tol"))
@@ -101,9 +99,7 @@ class SinkhornAttention(AttentionMap):
         h[live] -= np.log(w[live])
         if not live.all():
             # both extensions are explicit: f by the row condition, h by the column condition
-            backward = NormalisedKernel(
-                self._head(self.A.T), y[live], w[live], offset=f[live], block_size=block_size
-            )
+            backward = NormalisedKernel(self._head(self.A.T), y[live], w[live], offset=f[live], block_size=block_size)
             h[~live] = -backward.log_normaliser(y[~live])
             f[~live] = -kernel.log_normaliser(y[~live])
         # <A x, y> = <A (x - m), y - m> + <A m, y - m> + <A x, m>, m the centre

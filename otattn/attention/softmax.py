@@ -70,9 +70,7 @@ class SoftmaxAttention(AttentionMap):
     ) -> None:
         form = check.matrix(A, "A")
         if form.shape[0] != form.shape[1]:
-            raise ValueError(
-                f"A must be square, (d, d), received shape {form.shape}; for factors use from_qkv."
-            )
+            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; for factors use from_qkv.")
         d = len(form)
         values = check.matrix(V, "V", shape=(None, d))
         self._fill(

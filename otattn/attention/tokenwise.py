@@ -213,11 +213,7 @@ class MLP(TokenwiseMap):
         down = check.matrix(W, "W", shape=(None, len(up)))
         object.__setattr__(self, "W", check.frozen(down))
         object.__setattr__(self, "activation", activation)
-        c = (
-            None
-            if output_bias is None
-            else check.frozen(check.vector(output_bias, "output_bias", size=len(down)))
-        )
+        c = None if output_bias is None else check.frozen(check.vector(output_bias, "output_bias", size=len(down)))
         object.__setattr__(self, "output_bias", c)
 
     @property

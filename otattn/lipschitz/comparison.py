@@ -18,7 +18,7 @@ from otattn.lipschitz.lower import Method, adversarial_tokens
 from otattn.lipschitz.setting import softmax_form
 from otattn.measures import DiscreteMeasure
 
-__all__ = ["RealAgainstAdversarial", "adversarial_head_tokens", "real_against_adversarial"]
+__all__ = ["RealAgainstAdversarial", "adversarial_head_tokens", "real_against_adversarial", "reduced_head"]
 
 Array = NDArray[np.float64]
 
@@ -45,10 +45,18 @@ def adversarial_head_tokens(
     method, rng
         As for :func:`otattn.adversarial_tokens`.
     """
-    form = softmax_form(head, masked=False)
-    reduced = SoftmaxAttention(form.A, form.V, bias=form.c)
+    reduced, basis = reduced_head(head)
     found = adversarial_tokens(reduced, n, radius, method=method, rng=rng)
-    return found if form.basis is None else DiscreteMeasure(found.points @ form.basis.T, found.weights)
+    return found if basis is None else DiscreteMeasure(found.points @ basis.T, found.weights)
+
+
+def reduced_head(head: SoftmaxAttention) -> tuple[SoftmaxAttention, Array | None]:
+    """The head on the span of what it reads, with the orthonormal basis ``(d, r)`` of that span (None: no reduction).
+
+    Values enter by ``|V x|`` only, so a tall V is replaced by its triangular factor: every Lipschitz constant is kept.
+    """
+    form = softmax_form(head, masked=False)
+    return SoftmaxAttention(form.A, form.V, bias=form.c), form.basis
 
 
 @dataclass(frozen=True, eq=False)

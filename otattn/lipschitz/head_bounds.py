@@ -3,6 +3,7 @@ r"""Bounds of one head of any kind, and of several heads together."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.l2_bounds import l2_bounds
 from otattn.lipschitz.masked_bounds import masked_softmax_bounds
 from otattn.lipschitz.pointwise_bounds import unnormalised
-from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.regions import Region, Seen, check_count, resolve_domain, see
 from otattn.lipschitz.rounding import log, log_sum, up
 from otattn.lipschitz.setting import form_of
 from otattn.lipschitz.theorems import outward, softmax_bounds
@@ -30,15 +31,23 @@ Array = NDArray[np.float64]
 
 
 def head_upper_bounds(
-    head: AttentionMap, V: Array | None, region: Region, n: int | None, p: float, *, causal: bool
+    head: AttentionMap,
+    V: Array | None,
+    region: Region,
+    n: int | None,
+    p: float,
+    *,
+    causal: bool,
+    base: Seen | None = None,
 ) -> list[Bound]:
     """Our closed-form upper bounds of a head whose value matrix is replaced by V (None: the identity).
 
     For n equal atoms the bounds for any measure are among them. The list is empty where no theorem applies.
+    ``base`` are the numbers of a softmax head with other values.
     """
     counts = [n] if n is None or n == 1 else [n, None]
     if isinstance(head, SoftmaxAttention):
-        seen = see(form_of(head, V, causal=causal), region)
+        seen = see(form_of(head, V, causal=causal), region) if base is None else base.with_values(V)
         bounds = masked_softmax_bounds if causal else softmax_bounds
         return [b for count in counts for b in bounds(seen, count, p)]
     if isinstance(head, L2Attention):
@@ -143,14 +152,24 @@ def multi_head_bound(
 def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float) -> Bound:
     parts, region = heads_of(attention), Region.of(domain)
     source = "otattn.bounds.multi_head_bound: multi-head bound"
-    logs = [_best(part, part.compact, region, n, p) for part in parts]
+    bases = [
+        see(form_of(part.head, part.head.V, causal=part.causal), region)
+        if isinstance(part.head, SoftmaxAttention)
+        else None
+        for part in parts
+    ]
+
+    def best(values: Sequence[Array | None]) -> list[float]:
+        return [_best(*args, region, n, p) for args in zip(parts, values, bases, strict=True)]
+
+    logs = best([part.compact for part in parts])
     value, shares, combination = log_sum(*logs), None, "sum"
     if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
         for name, factors, values in (
             ("identity", [part.values for part in parts], [None] * len(parts)),
             ("outputs", [part.output for part in parts], [part.head.V for part in parts]),
         ):
-            singles = [_best(part, V, region, n, p) for part, V in zip(parts, values, strict=True)]
+            singles = best(values)
             joint, s = combine_heads(factors, singles)
             if joint < value:
                 value, shares, combination, logs = joint, s, name, singles
@@ -160,8 +179,8 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
     return outward(value, source, domain, n, p, details)
 
 
-def _best(part: HeadPart, V: Array | None, region: Region, n: int | None, p: float) -> float:
-    bounds = head_upper_bounds(part.head, V, region, n, p, causal=part.causal)
+def _best(part: HeadPart, V: Array | None, base: Seen | None, region: Region, n: int | None, p: float) -> float:
+    bounds = head_upper_bounds(part.head, V, region, n, p, causal=part.causal, base=base)
     if not bounds:
         raise ValueError(
             f"no closed-form bound applies to {'masked ' if part.causal else ''}{type(part.head).__name__} "

@@ -72,9 +72,7 @@ def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
         total += _tied_norm(head) ** 2
     mix = 1.0
     if isinstance(inner, MultiHeadAttention):
-        mix = (
-            math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
-        )
+        mix = math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
     value = up(math.sqrt(count) * (4.0 * tau + 1.0) * math.sqrt(total) * mix)
     source = "kim2021_l2: [KPM21] Theorem 3.2, constant re-derived"
     return Bound(value, "upper", source, n=count, details={"log_value": log(value), "phi_inverse": tau})
@@ -107,9 +105,7 @@ def _tied_norm(head: L2Attention) -> float:
     return spectral_norm_upper(Q) * spectral_norm_upper(M) * slack
 
 
-def kim2021_dot_product(
-    attention: AttentionMap, *, n: int, radius: float | None = None, p: float = 2
-) -> Bound:
+def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None = None, p: float = 2) -> Bound:
     r"""Dot-product attention is not Lipschitz on ``R^d``: inf without a radius, at least ``c R^2`` with one.
 
     Put one token at 0 and the others at ``+-R u``, as evenly as n allows (n = 2: one at ``R u``; one left

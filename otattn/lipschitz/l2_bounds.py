@@ -20,6 +20,7 @@ from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.masked_bounds import masked_column_sum
 from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
 from otattn.lipschitz.rounding import log, log_sum, up
 from otattn.lipschitz.row_constants import row_constant, two_largest
@@ -54,11 +55,7 @@ def _numbers(head: L2Attention, region: Region, V: Array | None) -> _Numbers:
     o = np.zeros(len(Q)) if center is None else (Q - K) @ center
     size = up(float(np.linalg.norm(o)))
     q, k, split = spectral_norm_upper(Q), spectral_norm_upper(K), spectral_norm_upper(Q - K)
-    G = (
-        seen.form.norm_A * R
-        + up(2.0 * float(np.linalg.norm(K.T @ o)))
-        + 2.0 * spectral_norm_upper(K.T @ K) * R
-    )
+    G = seen.form.norm_A * R + up(2.0 * float(np.linalg.norm(K.T @ o))) + 2.0 * spectral_norm_upper(K.T @ K) * R
     rho, key = q * R + size, k * R
     spread = 4.0 * rho * key if rho >= key else (rho + key) ** 2
     # |(Q - K) z + o|^2 + ||K||^2 (R^2 - |z|^2) <= (split s + |o|)^2 + k^2 (R^2 - s^2) at |z| = s in [0, R]
@@ -142,7 +139,8 @@ def l2_column_bound(
     Parameters
     ----------
     attention : L2Attention
-        Without a mask, unless ``p`` is inf.
+        Or MaskedAttention of one, with n given or ``p`` inf: T is then ``sum_i 1 / (1 + (i-1)
+        e^{-spread})``, as in ``masked_column_bound``.
     radius, domain
         As for :func:`l2_row_bound`.
     n : int, optional
@@ -155,17 +153,22 @@ def l2_column_bound(
     otattn, L2 column bound.
     """
     order = check.check_order(p)
-    head = _head(attention, None if math.isinf(order) else False)
+    count = check_count(n)
+    head = _head(attention, None if math.isinf(order) or count is not None else False)
     region = resolve_domain(radius, domain, attention.in_dim)
-    return _column(_numbers(head, Region.of(region), head.V), region, check_count(n), order)
+    return _column(_numbers(head, Region.of(region), head.V), region, count, order, attention.causal)
 
 
-def _column(x: _Numbers, domain: Domain, n: int | None, p: float) -> Bound:
+def _column(x: _Numbers, domain: Domain, n: int | None, p: float, causal: bool) -> Bound:
     source = "otattn.bounds.l2_column_bound: L2 column bound"
     if n == 1:
         return outward(log(x.v), source, domain, n, p, {})
     row = math.sqrt(1.0 + 0.5 * x.h + x.t * x.t) if p >= 2.0 else 1.0 + 2.0 * x.t
-    sums = 0.0 if math.isinf(p) else column_log(x.kappa, x.spread, n) / p
+    sums = 0.0
+    if not math.isinf(p):
+        # a causal map comes here with n only
+        total = math.log(masked_column_sum(x.spread, n)) if causal and n else column_log(x.kappa, x.spread, n)
+        sums = total / p
     value = log_sum(log(x.sigma), log(x.v) + sums + math.log(row))
     return outward(value, source, domain, n, p, {"kappa": x.kappa, "sigma": x.sigma, "row": row})
 
@@ -177,8 +180,8 @@ def l2_bounds(
     x = _numbers(head, region, V)
     out: list[Bound] = []
     for n in counts:
-        if not causal or math.isinf(p):
-            out.append(_column(x, region.domain, n, p))
+        if not causal or n is not None or math.isinf(p):
+            out.append(_column(x, region.domain, n, p, causal))
         if n is not None and p == 2.0:
             out.append(_row(x, region.domain, n))
     return out

@@ -23,7 +23,7 @@ from otattn.lipschitz.setting import softmax_form
 from otattn.lipschitz.theorems import column_bound_of, outward, row_bound_of
 from otattn.measures.domains import Domain
 
-__all__ = ["masked_average_bound", "masked_column_bound", "masked_row_bound"]
+__all__ = ["masked_average_bound", "masked_column_bound", "masked_column_sum", "masked_row_bound"]
 
 EXACT_ROWS = 20_000
 """Sums over rows are taken term by term up to here and bounded by integrals beyond."""
@@ -65,14 +65,14 @@ def _masked_column(seen: Seen, n: int, p: float) -> Bound:
     if n == 1:
         return outward(log(seen.v), source, seen.region.domain, n, p, {})
     row = math.sqrt(seen.row_variance) if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
-    total = _column_sum(2.0 * seen.t, n)
+    total = masked_column_sum(2.0 * seen.t, n)
     value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else math.log(total) / p))
     details = {"column_sum": total, "sigma": seen.sigma, "row": row}
     return outward(value, source, seen.region.domain, n, p, details)
 
 
-def _column_sum(spread: float, n: int) -> float:
-    """``S_n``, never below the exact sum."""
+def masked_column_sum(spread: float, n: int) -> float:
+    """``S_n`` for logits that differ by at most ``spread`` in a row, never below the exact sum."""
     r = math.exp(-spread)
     rows = np.arange(min(n, EXACT_ROWS), dtype=np.float64)
     total = float(np.sum(1.0 / (1.0 + rows * r)))
@@ -177,9 +177,7 @@ def masked_average_bound(
     """
     order = check.check_order(p)
     if not 1.0 < order < math.inf:
-        raise ValueError(
-            f"p must lie in (1, inf) for masked_average_bound, received {p!r}; use masked_column_bound."
-        )
+        raise ValueError(f"p must lie in (1, inf) for masked_average_bound, received {p!r}; use masked_column_bound.")
     return _masked_average(_seen(attention, radius, domain), check_count(n), order)
 
 

@@ -85,9 +85,7 @@ def castin2024_discrete(attention: AttentionMap, *, radius: float, n: int, p: fl
     [CAP24] Theorem 3.3.
     """
     check_two(p, "castin2024_discrete")
-    return castin_upper(
-        softmax_form(attention, masked=False), radius, n, "castin2024_discrete: [CAP24] Theorem 3.3"
-    )
+    return castin_upper(softmax_form(attention, masked=False), radius, n, "castin2024_discrete: [CAP24] Theorem 3.3")
 
 
 def castin2024_masked(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
@@ -105,9 +103,7 @@ def castin2024_masked(attention: AttentionMap, *, radius: float, n: int, p: floa
     [CAP24] section 4 (masked attention).
     """
     check_two(p, "castin2024_masked")
-    return castin_upper(
-        softmax_form(attention, masked=True), radius, n, "castin2024_masked: [CAP24] section 4"
-    )
+    return castin_upper(softmax_form(attention, masked=True), radius, n, "castin2024_masked: [CAP24] section 4")
 
 
 def castin_upper(form: SoftmaxForm, radius: float, n: int, source: str) -> Bound:
@@ -117,9 +113,7 @@ def castin_upper(form: SoftmaxForm, radius: float, n: int, source: str) -> Bound
     v = form.norm_V
     # hypot of sqrt(4n+1) a and sqrt(n) cannot overflow before the value does
     value = up(math.sqrt(3.0) * v * math.hypot(math.sqrt(4.0 * count + 1.0) * a, math.sqrt(count)))
-    return Bound(
-        value, "upper", source, domain=Ball(R), n=count, details={"log_value": log(value), **details}
-    )
+    return Bound(value, "upper", source, domain=Ball(R), n=count, details={"log_value": log(value), **details})
 
 
 def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
@@ -157,14 +151,10 @@ def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int,
     share = log_sum(0.0, log(count - 1.0) - 2.0 * R * R * gamma)
     log_value = log(factor * float(np.linalg.norm(form.V, 2))) + 0.5 * log(count - 1.0) - share
     points = R * np.stack([form.lift(u), anchor * form.lift(u)])
-    witness = DiscreteMeasure(
-        points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, 1 - 1 / count]
-    )
+    witness = DiscreteMeasure(points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, 1 - 1 / count])
     details = {"log_value": log_value, "gamma": gamma}
     source = "castin2024_discrete_lower: [CAP24] section 3"
-    return Bound(
-        down(safe_exp(log_value)), "lower", source, domain=Ball(R), n=count, witness=witness, details=details
-    )
+    return Bound(down(safe_exp(log_value)), "lower", source, domain=Ball(R), n=count, witness=witness, details=details)
 
 
 def geshkovski2024_mean_field(attention: AttentionMap, *, radius: float, p: float = 2) -> Bound:
@@ -290,9 +280,7 @@ def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:
         )
     value = form.norm_V * math.sqrt(count)
     source = "castin2024_large_radius: [CAP24] section 3"
-    return Bound(
-        value, "local", source, domain=x, n=len(x), details={"log_value": log(value), "margin": margin}
-    )
+    return Bound(value, "local", source, domain=x, n=len(x), details={"log_value": log(value), "margin": margin})
 
 
 def _absorbed(form: SoftmaxForm, R: float) -> tuple[float, dict[str, Any]]:

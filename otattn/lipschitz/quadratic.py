@@ -86,9 +86,7 @@ def column_exponent(A: Array, c: Array | None, R: float) -> float:
         form, linear = nu * M - S, 2.0 * nu * (B.T @ b) - b
         return 0.25 / nu + nu * float(b @ b) + _ball_maximum(form, linear, certified=certified)
 
-    x = minimize_scalar(
-        lambda x: value(math.exp(x)), bounds=(-5.0, 5.0), method="bounded", options={"xatol": 1e-5}
-    ).x
+    x = minimize_scalar(lambda x: value(math.exp(x)), bounds=(-5.0, 5.0), method="bounded", options={"xatol": 1e-5}).x
     return up(value(math.exp(float(x)), certified=True)) * unit * R * R
 
 

@@ -7,7 +7,7 @@ Attention with logits ``<A x + c, y>`` does not see a translation: with ``x = z 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,9 +39,7 @@ def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None)
     if radius is not None:
         return Ball(radius)
     if not isinstance(domain, Domain):
-        raise ValueError(
-            f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}."
-        )
+        raise ValueError(f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}.")
     if dim is not None and domain.dim is not None and domain.dim != dim:
         raise ValueError(f"domain must have dimension {dim} like the attention, received {domain.dim}.")
     return domain
@@ -92,6 +90,21 @@ class Seen:
 
     form: SoftmaxForm
     region: Region
+
+    def with_values(self, V: Array | None) -> Seen:
+        """The same head and region with other values ``V (e, d)``, whose rows lie in the span of the form's basis.
+
+        None is the identity. What does not depend on V is not computed again.
+        """
+        if V is None:
+            rows = np.eye(len(self.form.A))
+        else:
+            rows = V if self.form.basis is None else V @ self.form.basis
+        form = replace(self.form, V=rows)
+        form.__dict__["norm_A"] = self.form.norm_A
+        out = Seen(form, self.region)
+        out.__dict__.update({name: getattr(self, name) for name in ("shape", "bias", "G", "kappa")})
+        return out
 
     @property
     def R(self) -> float:

@@ -77,9 +77,7 @@ def hoelder_constant(t: float, p: float) -> float:
         first = np.log1p(2.0 * t * (1.0 - q0)) - scale
         second = np.maximum(np.abs(1.0 - 2.0 * t * q0), np.abs(1.0 - 2.0 * t * q1))
         with np.errstate(divide="ignore", under="ignore"):
-            return np.asarray(
-                q1 * np.exp(dual * first) + (1.0 - q0) * np.exp(dual * (np.log(second) - scale))
-            )
+            return np.asarray(q1 * np.exp(dual * first) + (1.0 - q0) * np.exp(dual * (np.log(second) - scale)))
 
     top = _cell_maximum(cells)
     return up(min(simple, math.exp(scale + math.log(top) / dual)))

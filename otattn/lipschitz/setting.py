@@ -87,9 +87,7 @@ def form_of(head: SoftmaxAttention, V: Array | None, *, causal: bool) -> Softmax
 def check_two(p: Any, theorem: str) -> None:
     """Published theorems are about W_2."""
     if check.check_order(p) != 2.0:
-        raise ValueError(
-            f"p must be 2 for {theorem}, received {p!r}; see otattn.bounds.column_bound for other orders."
-        )
+        raise ValueError(f"p must be 2 for {theorem}, received {p!r}; see otattn.bounds.column_bound for other orders.")
 
 
 def refuse_bias(form: SoftmaxForm, theorem: str) -> None:

@@ -35,9 +35,7 @@ from otattn.measures.domains import Domain
 __all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]
 
 
-def field_bound(
-    attention: AttentionMap, *, radius: float | None = None, domain: Domain | None = None
-) -> Bound:
+def field_bound(attention: AttentionMap, *, radius: float | None = None, domain: Domain | None = None) -> Bound:
     r"""``sigma``: the largest ``||D_x Gamma_mu(x)|| = ||V C_x A||`` over measures and points of the domain.
 
     On the ball it is ``R^2 max_{|u|=1} |V u| |A^T u| = R^2 min_{s>0} lambda_max(s V^T V + A A^T / s) / 2``,
@@ -111,9 +109,7 @@ def column_log(kappa: float, spread: float, n: int | None) -> float:
     if n == 1:
         return 0.0
     others = -log_sum(-math.log(n - 1.0), -kappa)
-    return min(
-        math.log(n), kappa, log_sum(0.0, others), math.log(n) - log_sum(0.0, math.log(n - 1.0) - spread)
-    )
+    return min(math.log(n), kappa, log_sum(0.0, others), math.log(n) - log_sum(0.0, math.log(n - 1.0) - spread))
 
 
 def row_bound(
@@ -287,16 +283,12 @@ def softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
     return out
 
 
-def _seen(
-    attention: AttentionMap, radius: float | None, domain: Domain | None, *, masked: bool | None = None
-) -> Seen:
+def _seen(attention: AttentionMap, radius: float | None, domain: Domain | None, *, masked: bool | None = None) -> Seen:
     form = softmax_form(attention, masked=masked)
     return see(form, resolve_domain(radius, domain, attention.in_dim))
 
 
-def _bound(
-    log_value: float, source: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]
-) -> Bound:
+def _bound(log_value: float, source: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]) -> Bound:
     return outward(log_value, source, seen.region.domain, n, p, details)
 
 
@@ -305,9 +297,7 @@ def outward(
 ) -> Bound:
     """The bound of a logarithm, rounded outward; the rounding of a large logarithm is part of it."""
     log_value += 1e-15 * abs(log_value) if math.isfinite(log_value) else 0.0
-    return Bound(
-        up(safe_exp(log_value)), "upper", source, p, domain, n, details={"log_value": log_value, **details}
-    )
+    return Bound(up(safe_exp(log_value)), "upper", source, p, domain, n, details={"log_value": log_value, **details})
 
 
 def _only_two(p: Any, name: str) -> None:

@@ -14,7 +14,6 @@ from otattn.lipschitz.regions import resolve_domain
 from otattn.lipschitz.relaxations.heads import multihead
 from otattn.lipschitz.relaxations.joint import joint
 from otattn.lipschitz.relaxations.mean_field import mean_field
-from otattn.lipschitz.relaxations.psd import psd
 from otattn.lipschitz.table import table
 from otattn.measures import Domain
 
@@ -47,8 +46,6 @@ def upper_bounds(
         ]
         if n is not None and order == 2.0:
             calls.append(lambda: joint(attention, region, n, effort=effort))
-            if effort == "deep":
-                calls.append(lambda: psd(attention, region, n))
         out += _attempts(calls)
     elif isinstance(attention, MultiHeadAttention) and all(
         isinstance(h, SoftmaxAttention) for h in attention.heads

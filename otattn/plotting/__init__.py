@@ -1,7 +1,8 @@
 """Pictures of results: ``plot_X(result, *, ax=None) -> Axes``."""
 
+from otattn.plotting.enclosure import plot_enclosure, plot_real_against_adversarial
 from otattn.plotting.growth import plot_crossover, plot_local_growth
 from otattn.plotting.stability import plot_stability
 from otattn.plotting.style import COLORS, save
 
-__all__ = ["COLORS", "plot_crossover", "plot_local_growth", "plot_stability", "save"]
+__all__ = ["COLORS", "plot_crossover", "plot_enclosure", "plot_local_growth", "plot_real_against_adversarial", "plot_stability", "save"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import time
 from typing import Any
@@ -14,6 +13,7 @@ from otattn.data import SampleLayer
 from otattn.plotting import save
 from otattn.report.bounds_section import bounds_section
 from otattn.report.local_section import local_section
+from otattn.report.plain import to_json
 from otattn.report.section import Section
 from otattn.report.stability_section import stability_section
 
@@ -99,5 +99,5 @@ def write_report(
             lines += [f"![{section.title}]({name})", ""]
         data["sections"][section.title] = section.data
     (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
-    (out / "report.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    (out / "report.json").write_text(to_json(data), encoding="utf-8")
     return data

@@ -1,4 +1,4 @@
-"""Random attention maps, domains and configurations, climbed to steep ones: what upper bounds must survive."""
+"""Random attention maps, domains and configurations, climbed to steep ones: what bounds must survive."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +48,7 @@ def attention_map(kind, d, e, rng):
         K = Q if rng.random() < 0.4 else rng.standard_normal((k, d)) * np.exp(rng.uniform(-1.5, 1.0))
         return L2Attention(Q, K, V)
     if kind == "pointwise":
-        variant = (SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention)[
-            int(rng.integers(4))
-        ]
+        variant = (SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention)[int(rng.integers(4))]
         return variant(0.2 * A, V)
     kinds = [str(rng.choice(KINDS[:3], p=[0.7, 0.15, 0.15])) for _ in range(int(rng.integers(1, 4)))]
     outputs = None if rng.random() < 0.3 else [rng.standard_normal((3, e)) for _ in kinds]

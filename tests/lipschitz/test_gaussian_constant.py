@@ -83,9 +83,7 @@ def test_constant_is_the_limit_of_ratios_along_its_witness_and_of_no_other(kind,
 
 def test_softmax_in_one_dimension():
     for A, v, s, m in ((0.7, 1.3, 2.0, 0.4), (-0.5, 2.0, 0.8, -1.0), (1.0, 1.0, 1.0, 0.0)):
-        expected = np.linalg.norm(
-            [[v * (1 + A * s), 2 * v * A * math.sqrt(s) * m], [0.0, 3 * v * abs(A) * s]], 2
-        )
+        expected = np.linalg.norm([[v * (1 + A * s), 2 * v * A * math.sqrt(s) * m], [0.0, 3 * v * abs(A) * s]], 2)
         value = gaussian_local_constant(SoftmaxAttention([[A]], [[v]]), GaussianMeasure([m], [[s]])).value
         assert value == pytest.approx(expected, rel=1e-12)
 
@@ -124,20 +122,13 @@ def test_laws():
     )
     for t in (1e-6, 1e6):
         scaled = GaussianMeasure(math.sqrt(t) * g.mean, t * g.cov)
-        assert gaussian_local_constant(SoftmaxAttention(A / t, V), scaled).value == pytest.approx(
-            base, rel=1e-9
-        )
-        assert gaussian_local_constant(SoftmaxAttention(A, V * t), g).value == pytest.approx(
-            base * t, rel=1e-9
-        )
+        assert gaussian_local_constant(SoftmaxAttention(A / t, V), scaled).value == pytest.approx(base, rel=1e-9)
+        assert gaussian_local_constant(SoftmaxAttention(A, V * t), g).value == pytest.approx(base * t, rel=1e-9)
     # a shift of the mean is a bias for softmax, and nothing for Sinkhorn attention
-    here = gaussian_local_constant(
-        SoftmaxAttention(A, V, bias=A @ g.mean), GaussianMeasure(np.zeros(3), g.cov)
-    ).value
+    here = gaussian_local_constant(SoftmaxAttention(A, V, bias=A @ g.mean), GaussianMeasure(np.zeros(3), g.cov)).value
     assert here == pytest.approx(base, rel=1e-9)
     sinkhorn = [
-        gaussian_local_constant(SinkhornAttention(A, V), GaussianMeasure(m, g.cov)).value
-        for m in (g.mean, 0 * g.mean)
+        gaussian_local_constant(SinkhornAttention(A, V), GaussianMeasure(m, g.cov)).value for m in (g.mean, 0 * g.mean)
     ]
     assert sinkhorn[0] == pytest.approx(sinkhorn[1], rel=1e-12)
 
@@ -149,9 +140,7 @@ def test_one_head_is_itself_and_equal_heads_add():
     head = SoftmaxAttention(A, V)
     single = gaussian_local_constant(head, g).value
     assert gaussian_local_constant(MultiHeadAttention([head]), g).value == pytest.approx(single, rel=1e-12)
-    assert gaussian_local_constant(MultiHeadAttention([head, head]), g).value == pytest.approx(
-        2 * single, rel=1e-12
-    )
+    assert gaussian_local_constant(MultiHeadAttention([head, head]), g).value == pytest.approx(2 * single, rel=1e-12)
 
 
 def test_other_maps_are_refused():

@@ -221,9 +221,7 @@ def test_absorbed_bias_is_safe():
             assert _local(attention, X) <= min(upper.value, mean.value)
     plain = pub.castin2024_discrete(SoftmaxAttention(np.eye(2), np.eye(2)), radius=1.0, n=3).value
     faint = SoftmaxAttention(np.eye(2), np.eye(2), bias=[1e-12, 0.0])
-    assert pub.castin2024_discrete(faint, radius=1.0, n=3).value == pytest.approx(
-        plain, rel=1e-5
-    )  # r^2 = sqrt(b)
+    assert pub.castin2024_discrete(faint, radius=1.0, n=3).value == pytest.approx(plain, rel=1e-5)  # r^2 = sqrt(b)
 
 
 def test_reduction_to_the_span_changes_nothing():
@@ -237,9 +235,7 @@ def test_reduction_to_the_span_changes_nothing():
     low = pub.castin2024_discrete_lower(small, radius=0.5, n=6)
     assert low.value <= _local(small, _tokens(low.witness, 6)) * (1 + 1e-12)
     X = rng.standard_normal((5, d))
-    assert pub.castin2024_large_radius(small, X).value == pytest.approx(
-        pub.castin2024_large_radius(full, X).value
-    )
+    assert pub.castin2024_large_radius(small, X).value == pytest.approx(pub.castin2024_large_radius(full, X).value)
 
 
 def test_scaling_and_zero_matrices():
@@ -249,9 +245,7 @@ def test_scaling_and_zero_matrices():
     for t in (1e-6, 1e6):
         same = pub.castin2024_discrete(SoftmaxAttention(A * t, V), radius=t**-0.5, n=4).value
         assert same == pytest.approx(base, rel=1e-12)
-        assert pub.castin2024_discrete(SoftmaxAttention(A, V * t), radius=1.0, n=4).value == pytest.approx(
-            base * t
-        )
+        assert pub.castin2024_discrete(SoftmaxAttention(A, V * t), radius=1.0, n=4).value == pytest.approx(base * t)
     zero = SoftmaxAttention(A, np.zeros((2, 3)))
     for b in (
         pub.castin2024_discrete(zero, radius=1.0, n=4),

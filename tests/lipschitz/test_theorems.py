@@ -85,9 +85,7 @@ def test_hoelder_constant_meets_its_ends():
         q = np.linspace(0.0, 1.0, 100_001)
         for p in (1.05, 1.5, 1.9):
             dual = p / (p - 1.0)
-            grid = (q * (1 + 2 * t * (1 - q)) ** dual + (1 - q) * np.abs(1 - 2 * t * q) ** dual).max() ** (
-                1 / dual
-            )
+            grid = (q * (1 + 2 * t * (1 - q)) ** dual + (1 - q) * np.abs(1 - 2 * t * q) ** dual).max() ** (1 / dual)
             # cells of width 8e-6 around the maximum: first order in the width
             assert grid <= bounds.hoelder_constant(t, p) <= grid * (1 + 2e-3)
         # from p = 1 and p = 2 the constant is continuous
@@ -120,9 +118,7 @@ def test_column_exponent_closed_forms():
     for R in (0.1, 1.0, 7.0):
         for d in (1, 2, 5):
             eye = np.eye(d)
-            assert column_exponent(3.0 * eye, None, R) == pytest.approx(
-                0.75 * R * R, rel=1e-7
-            )  # a kink in nu
+            assert column_exponent(3.0 * eye, None, R) == pytest.approx(0.75 * R * R, rel=1e-7)  # a kink in nu
             assert column_exponent(-3.0 * eye, None, R) == pytest.approx(6.0 * R * R, rel=1e-10)
         skew = np.array([[0.0, 3.0], [-3.0, 0.0]])
         assert column_exponent(skew, None, R) == pytest.approx(3.0 * R * R, rel=1e-10)
@@ -165,8 +161,7 @@ def test_certified_maxima_are_reached_and_not_exceeded():
 
         Q = A + A.T
         found = max(
-            _ascend(lambda x, Q=Q, c=c: x @ Q @ x + c @ x, lambda x, Q=Q, c=c: 2 * Q @ x + c, x, R)
-            for x in starts
+            _ascend(lambda x, Q=Q, c=c: x @ Q @ x + c @ x, lambda x, Q=Q, c=c: 2 * Q @ x + c, x, R) for x in starts
         )
         value = max_quadratic(Q, c, R)
         assert found <= value <= found * (1 + 1e-6) + 1e-9
@@ -205,12 +200,7 @@ def test_w_inf_bound_is_sharp_for_multiples_of_the_identity():
     atoms = np.array([[0.0, 2.0], [0.0, -2.0], [2.0, 0.0]])
     w = np.array([0.5, 0.5, 1e-12])
     w[:2] -= 5e-13
-    J = (
-        SoftmaxAttention(np.eye(2), np.eye(2))
-        .jacobian(DiscreteMeasure(atoms, w))
-        .to_dense()
-        .reshape(3, 2, 3, 2)
-    )
+    J = SoftmaxAttention(np.eye(2), np.eye(2)).jacobian(DiscreteMeasure(atoms, w)).to_dense().reshape(3, 2, 3, 2)
     u = np.array([0.0, 1.0])
     reached = float(np.linalg.norm(np.einsum("ejd,e->jd", J[2], u), axis=1).sum())
     # e^4 times the mass 1e-12 is what the token sees of itself
@@ -277,9 +267,7 @@ def test_softmax_formulas_on_the_ball():
         for attention in (softmax, masked):
             assert bounds.row_bound(attention, radius=R, n=n).value == pytest.approx(row, rel=1e-10)
         assert row <= (math.sqrt(n) * phi + a) * (1 + 1e-12)
-        T = min(
-            n, math.exp(kappa), 1 + 1 / (1 / (n - 1) + math.exp(-kappa)), n / (1 + (n - 1) * math.exp(-2 * a))
-        )
+        T = min(n, math.exp(kappa), 1 + 1 / (1 / (n - 1) + math.exp(-kappa)), n / (1 + (n - 1) * math.exp(-2 * a)))
         assert bounds.column_sum(softmax, radius=R, n=n).value == pytest.approx(T, rel=1e-10)
         column = a + math.sqrt(T * (1 + a * a))
         assert bounds.column_bound(softmax, radius=R, n=n).value == pytest.approx(column, rel=1e-10)
@@ -371,9 +359,7 @@ def test_heads_of_orthogonal_outputs_do_not_add_up():
     outputs = [np.eye(4)[:, :2], np.eye(4)[:, 2:]]
     joint = bounds.multi_head_bound(MultiHeadAttention(heads, outputs), radius=1.0, n=5)
     singles = [
-        min(
-            b.value for b in bounds.table(head, radius=1.0, n=5) if b.kind == "upper" and "otattn" in b.source
-        )
+        min(b.value for b in bounds.table(head, radius=1.0, n=5) if b.kind == "upper" and "otattn" in b.source)
         for head in heads
     ]
     # the search for the shares is a smoothed one
@@ -391,9 +377,7 @@ def test_one_head_of_many_is_that_head():
         assert multi == pytest.approx(single, rel=1e-10)
     nested = MultiHeadAttention([MultiHeadAttention([head], [2.0 * np.eye(3)])], [np.eye(3)[:2]])
     expected = min(
-        b.value
-        for b in bounds.table(SoftmaxAttention(head.A, 2.0 * head.V[:2]), radius=1.0, n=4)
-        if b.kind == "upper"
+        b.value for b in bounds.table(SoftmaxAttention(head.A, 2.0 * head.V[:2]), radius=1.0, n=4) if b.kind == "upper"
     )
     assert bounds.multi_head_bound(nested, radius=1.0, n=4).value == pytest.approx(expected, rel=1e-10)
 
@@ -491,9 +475,7 @@ def test_bounds_grow_with_n_and_with_the_domain():
 
 def test_a_ball_is_an_ellipsoid():
     rng = np.random.default_rng(9)
-    attention = SoftmaxAttention(
-        rng.standard_normal((3, 3)), rng.standard_normal((2, 3)), bias=rng.standard_normal(3)
-    )
+    attention = SoftmaxAttention(rng.standard_normal((3, 3)), rng.standard_normal((2, 3)), bias=rng.standard_normal(3))
     for n in (4, None):
         ball = _all(attention, domain=Ball(1.3), n=n)
         round_ = _all(attention, domain=Ellipsoid(1.3 * np.eye(3)), n=n)
@@ -577,9 +559,7 @@ def test_factored_heads_are_reduced_to_their_span():
         Box(-0.1 * np.ones(d), 0.2 * np.ones(d)),
     ):
         for p in (1, 2, INF):
-            for x, y in zip(
-                _all(small, domain=domain, n=6, p=p), _all(full, domain=domain, n=6, p=p), strict=True
-            ):
+            for x, y in zip(_all(small, domain=domain, n=6, p=p), _all(full, domain=domain, n=6, p=p), strict=True):
                 assert x.value == pytest.approx(y.value, rel=1e-6)
 
 
@@ -710,7 +690,4 @@ def test_hypotheses_are_checked():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    assert (
-        bounds.column_bound(masked, radius=1.0, p=INF).value
-        == bounds.column_bound(softmax, radius=1.0, p=INF).value
-    )
+    assert bounds.column_bound(masked, radius=1.0, p=INF).value == bounds.column_bound(softmax, radius=1.0, p=INF).value

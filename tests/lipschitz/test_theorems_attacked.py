@@ -35,8 +35,8 @@ def test_no_bound_is_violated():
 @pytest.mark.slow
 def test_no_bound_is_violated_by_long_climbs():
     """Longer climbs, other seeds."""
-    checked = sum(_check(c) for seed in (1, 2) for c in configurations(seed, 120, steps=80))
-    assert checked > 300
+    checked = sum(_check(c) for seed in (1, 2) for c in configurations(seed, 80, steps=60))
+    assert checked > 150
 
 
 def test_softmax_bounds_against_climbs_in_steep_balls():
@@ -78,7 +78,7 @@ def test_fields_and_column_sums():
 def test_no_bound_is_violated_by_the_witnesses_of_lower_bounds():
     """The structured and ascended witnesses, discrete and mean-field, masked, L2."""
     rng = np.random.default_rng(5)
-    for k in range(16):
+    for k in range(12):
         d = int(rng.integers(1, 4))
         A = rng.standard_normal((d, d)) * np.exp(rng.uniform(-0.5, 2.0))
         attention = SoftmaxAttention(A if k % 3 else (-1) ** k * np.eye(d) * 4.0, rng.standard_normal((d, d)))

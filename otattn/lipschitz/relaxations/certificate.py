@@ -42,9 +42,9 @@ def dual_function(name: str) -> Callable[[DualFunction], DualFunction]:
 class Certificate(Bound):
     r"""A proved upper bound with the multipliers that prove it.
 
-    Weak duality: every admissible multiplier ``m`` gives ``sup <= dual(problem, m)``. A solver proposes ``m``, and
-    ``value`` is the dual function at ``m`` after repair, evaluated in numpy and rounded outward; what the solver said
-    about its own success is kept for the record and never used.
+    Weak duality: every admissible multiplier ``m`` gives ``sup <= dual(problem, m)``. A solver proposes
+    ``m``, and ``value`` is the dual function at ``m`` after repair, evaluated in numpy and rounded outward;
+    what the solver said about its own success is kept for the record and never used.
 
     Attributes
     ----------
@@ -59,7 +59,8 @@ class Certificate(Bound):
     solver_value : float
         The optimum that the solver claimed (nan when it claimed none); it may lie below the truth.
     residuals : dict of float
-        ``gap`` (``value`` minus ``solver_value``) and what the relaxation adds, such as the value of a feasible point.
+        ``gap`` (``value`` minus ``solver_value``) and what the relaxation adds, such as the value of a
+        feasible point.
 
     Examples
     --------

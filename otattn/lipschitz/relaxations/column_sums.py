@@ -1,15 +1,16 @@
 r"""Column sums of softmax attention: ``kappa = max <A x + c, y - x>`` over x, y in the domain.
 
 For every measure mu on the domain, ``k(x, y) = e^{<g(x), y>} / int e^{<g(x), z>} dmu(z)`` and
-``T = int k(x, y) dmu(x)`` (for n tokens, ``T_j = sum_i P_ij``), with ``alpha = k(., y) mu / T`` of mean ``xbar``:
-``log k(x, y) <= int <g(x), y - x'> dalpha(x') - H`` by Gibbs' inequality, H the entropy of alpha relative to mu, and
-``log T = int log k dalpha + H``, so ``log T <= <g(xbar), y - xbar> <= kappa``. Not for masked attention, whose rows
-sum over different sets.
+``T = int k(x, y) dmu(x)`` (for n tokens, ``T_j = sum_i P_ij``), with ``alpha = k(., y) mu / T`` of mean
+``xbar``: ``log k(x, y) <= int <g(x), y - x'> dalpha(x') - H`` by Gibbs' inequality, H the entropy of alpha
+relative to mu, and ``log T = int log k dalpha + H``, so ``log T <= <g(xbar), y - xbar> <= kappa``. Not for
+masked attention, whose rows sum over different sets.
 
 Duals, by ``gamma <= 1 / (4 nu) + nu gamma^2`` for every ``nu > 0``:
 
-- ball or ellipsoid ``E z + b``, with ``A' = E^T A E``, ``c' = E^T (A b + c)``: ``max_z |A' z + c'| - <A' z + c', z>`` is
-  at most ``1 / (4 nu) + max_z nu |A' z + c'|^2 - <A' z + c', z>``, a quadratic over the unit ball, whose own dual
+- ball or ellipsoid ``E z + b``, with ``A' = E^T A E``, ``c' = E^T (A b + c)``:
+  ``max_z |A' z + c'| - <A' z + c', z>`` is at most
+  ``1 / (4 nu) + max_z nu |A' z + c'|^2 - <A' z + c', z>``, a quadratic over the unit ball, whose own dual
   (one multiplier, found inside the dual function) is exact;
 - box: the quadratic ``<A' z + c', z' - z>`` over the box of pairs (z, z'), with one multiplier a coordinate;
 - points: the smallest ball around them (coarse: give an Ellipsoid when the cloud is not round).
@@ -48,8 +49,8 @@ def kappa(
 ) -> Certificate:
     r"""Certified bound of ``kappa = max_{x, y} <A x + c, y - x>``, the logarithm of the largest column sum.
 
-    ``int k(x, y) dmu(x) <= e^kappa`` for every measure on the domain. Exact (to rounding) on balls without bias:
-    ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I``, ``a`` for skew A, with ``a = ||A|| R^2``.
+    ``int k(x, y) dmu(x) <= e^kappa`` for every measure on the domain. Exact (to rounding) on balls without
+    bias: ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I``, ``a`` for skew A, with ``a = ||A|| R^2``.
 
     Parameters
     ----------

@@ -1,21 +1,25 @@
 r"""The field part: ``sup || V C A ||`` over the covariances C of measures on a domain.
 
-``D_x Gamma_mu(x) = V C A`` with C the covariance of a measure on the domain, so this supremum is the Lipschitz constant
-of ``x -> Gamma_mu(x)``, and the splitting part of the local constant. For unit p, q and any ``s > 0``
+``D_x Gamma_mu(x) = V C A`` with C the covariance of a measure on the domain, so this supremum is the
+Lipschitz constant of ``x -> Gamma_mu(x)``, and the splitting part of the local constant. For unit p, q and
+any ``s > 0``
 
 .. math:: p^T V C A q \le \sqrt{\operatorname{tr}(V^T V C)\,\operatorname{tr}(A A^T C)}
           \le \tfrac12 \operatorname{tr}\bigl(C\,(s V^T V + A A^T / s)\bigr).
 
 - Ball, ellipsoid ``E z + b``: ``C = E U E^T`` with ``tr U <= 1``, so the supremum is at most
-  ``lambda_max(s E^T V^T V E + E^T A A^T E / s) / 2``. The best s gives the supremum exactly: the maximum over U of the
-  geometric mean is that over the joint range of two quadratic forms on unit vectors (convex for dimension 3 and more;
-  in dimension 2 an increasing function on a filled ellipse is largest on its boundary), attained by two atoms ``b +- E u``.
+  ``lambda_max(s E^T V^T V E + E^T A A^T E / s) / 2``. The best s gives the supremum exactly: the maximum
+  over U of the geometric mean is that over the joint range of two quadratic forms on unit vectors (convex
+  for dimension 3 and more; in dimension 2 an increasing function on a filled ellipse is largest on its
+  boundary), attained by two atoms ``b +- E u``.
 - Box of half widths r: ``diag C <= r^2`` (Popoviciu), so it is at most ``sum_k lambda_k r_k^2 / 2`` whenever
   ``Diag(lambda) >= s V^T V + A A^T / s``.
-- Points: ``4 Cov(a, b) <= Var(a + b) <= range(a + b)^2 / 4`` with ``a = sqrt(s) p^T V x``, ``b = q^T A^T x / sqrt(s)``, so
-  it is at most ``max over pairs of (sqrt(s) |V delta| + |A^T delta| / sqrt(s))^2 / 16``; the pair itself, with half the
-  mass on either point, reaches ``|V delta| |A^T delta| / 4``. The range of a linear function is the same on the convex
-  hull, so this covers the hull of the points too; on a box it is the range over pairs of opposite vertices.
+- Points: ``4 Cov(a, b) <= Var(a + b) <= range(a + b)^2 / 4`` with ``a = sqrt(s) p^T V x``,
+  ``b = q^T A^T x / sqrt(s)``, so it is at most
+  ``max over pairs of (sqrt(s) |V delta| + |A^T delta| / sqrt(s))^2 / 16``; the pair itself, with half the
+  mass on either point, reaches ``|V delta| |A^T delta| / 4``. The range of a linear function is the same on
+  the convex hull, so this covers the hull of the points too; on a box it is the range over pairs of
+  opposite vertices.
 """
 
 from __future__ import annotations
@@ -52,25 +56,26 @@ def field_jacobian(
 ) -> Certificate:
     r"""Certified bound of ``sup ||D_x Gamma_mu(x)|| = sup ||V C A||`` over all measures on ``domain`` and all x.
 
-    Exact (to rounding) on balls, ellipsoids and LayerNorm domains. On point sets and boxes a few percent above the best
-    two-atom measure as a rule (up to 25 percent in dimension 2, where four atoms may also do better than two).
+    Exact (to rounding) on balls, ellipsoids and LayerNorm domains. On point sets and boxes a few percent
+    above the best two-atom measure as a rule (up to 25 percent in dimension 2, where four atoms may also do
+    better than two).
 
     Parameters
     ----------
     attention : SoftmaxAttention or MaskedAttention of one
     domain : Ball, Ellipsoid, LayerNormDomain, Box or PointSet
     solver : {"CLARABEL", "SCS"}, optional
-        Who proposes the multipliers. By default a scalar search where one multiplier decides; for boxes the vertices up
-        to dimension 12, the semidefinite program by CLARABEL up to 40, and a low-rank ascent beyond. A box with
-        ``solver`` given takes the semidefinite program.
+        Who proposes the multipliers. By default a scalar search where one multiplier decides; for boxes the
+        vertices up to dimension 12, the semidefinite program by CLARABEL up to 40, and a low-rank ascent
+        beyond. A box with ``solver`` given takes the semidefinite program.
     max_iter : int, optional
         Iteration limit of the solver; a small one raises the value, never lowers it.
 
     Returns
     -------
     Certificate
-        Multipliers ``s`` and, for a box, ``diagonal``; ``witness`` is a two-atom measure and ``details["attained"]`` the
-        value that it reaches.
+        Multipliers ``s`` and, for a box, ``diagonal``; ``witness`` is a two-atom measure and
+        ``details["attained"]`` the value that it reaches.
 
     Raises
     ------

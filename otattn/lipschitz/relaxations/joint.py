@@ -101,7 +101,9 @@ class _Rows:
             room = p * omega - cap**2
             with np.errstate(divide="ignore"):
                 z = np.where(room > 0, cap * np.sqrt((1 - p) / (p * np.maximum(room, 0.0))), np.inf)
-            z = np.minimum(x1, np.where(x2 > 0, x2 * z, np.where(room > 0, 0.0, np.inf)))
+            with np.errstate(invalid="ignore"):  # 0 * inf, in entries that the next line does not take
+                scaled = x2 * z
+            z = np.minimum(x1, np.where(x2 > 0, scaled, np.where(room > 0, 0.0, np.inf)))
             root = np.sqrt(omega * np.maximum(a * z**2 + (1 - a) * x2**2, b * z**2 + (1 - b) * x2**2))
             best = np.maximum(best, (x1 - z) * cap + root)
         return best

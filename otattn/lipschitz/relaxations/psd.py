@@ -243,42 +243,65 @@ class _Columns:
         m, sig = self.choice(middle[0])
         weight = self.weight(lo, hi) + np.log1p(_stretch(self.t, lo[1]))
         value = np.nan_to_num(self.log_sum(lo, hi, weight, m, sig), nan=-np.inf)
-        own = np.log(self.own_over(lo[0], hi[0]))
+        total = np.where(value > -np.inf, np.logaddexp(value, self.own_over(lo[0], hi[0])), value)
         pull = (hi - lo) / _SCALE[:, None]
         inner = (value > -np.inf) & (hi[3] - lo[3] < 1.5) & (hi[0] - lo[0] < 0.15) & (lo[1] > 0)
         if inner.any():
-            value[inner], pull[:, inner] = self._centred(
-                lo[:, inner], hi[:, inner], m[inner], sig[inner], value[inner], pull[:, inner], own[inner]
-            )
-        return np.where(value > -np.inf, np.logaddexp(value, own), value), pull
+            args = (x[..., inner] for x in (lo, hi, m, sig, value, total, pull))
+            total[inner], pull[:, inner] = self._centred(*args)
+        return total, pull
 
     def _centred(
-        self, lo: Array, hi: Array, m: Array, sig: Array, value: Array, pull: Array, own: Array
+        self, lo: Array, hi: Array, m: Array, sig: Array, value: Array, total: Array, pull: Array
     ) -> tuple[Array, Array]:
-        """``value`` and ``pull`` improved by the mean-value bounds."""
-        middle = 0.5 * (lo + hi)
+        """``total`` and ``pull`` improved by mean values of ``log(S(r) + own(r))``, own below a line on the cell."""
+        middle, widths = 0.5 * (lo + hi), hi - lo
         r, h, c, w = middle
         tangent = np.clip(np.exp(np.minimum(w + self.problem.a * h * (h - r * c), 0.0)), 1e-12, 1 - 1e-3)
+        level, slope = self.own_line(lo[0], hi[0], r)
         with np.errstate(all="ignore"):
             centres = self.smooth(middle, middle, m, sig, tangent)
             boxes = self.smooth(lo, hi, m, sig, tangent)
-        for k, (centre, box) in enumerate(zip(centres, boxes, strict=True)):
-            swings = box.swings(hi - lo)
-            centred = centre.value[1] + swings.sum(axis=0) + 1e-9
-            better = centred < value
-            if k == 1:
-                better &= lo[3] >= 0  # the cap is for masses above one half
-            # own(r) is a table: a width in r costs its variation at first order
-            swings[0] += np.exp(np.minimum(own - value, 5.0)) * (hi[0] - lo[0])
-            value = np.where(better, centred, value)
-            pull = np.where(better, swings, pull)
-        return value, pull
+            for k, (centre, box) in enumerate(zip(centres, boxes, strict=True)):
+                # the share of S in the sum, as a range over the cell, weighs the two slopes
+                swings = box.swings(widths)
+                at = centre.value[1]
+                reach = swings.sum(axis=0)
+                half = 0.5 * widths[0] * np.abs(slope)
+                low = 1 / (1 + np.exp(np.minimum(level + half - (at - reach), 50.0)))
+                high = 1 / (1 + np.exp(np.clip(level - half - np.minimum(at + reach, value), -50.0, 50.0)))
+                ends = [s * x + (1 - s) * slope for s in (low, high) for x in box.slopes[0]]
+                swings[0] = 0.5 * widths[0] * np.max(np.abs(ends), axis=0)
+                swings[1:] *= high
+                centred = np.logaddexp(at, level) + swings.sum(axis=0) + 1e-9
+                better = centred < total
+                if k == 1:
+                    better &= lo[3] >= 0  # the cap is for masses above one half
+                total = np.where(better, centred, total)
+                # a side that one branch does not feel still separates the branches: it keeps a part of its length
+                pull = np.where(better, swings + 0.3 * widths / _SCALE[:, None], pull)
+        return total, pull
 
-    def own_over(self, r0: Array, r1: Array) -> Array:
-        """Largest entry of ``own`` over an interval of r, by a table of dyadic maxima."""
+    def own_line(self, r0: Array, r1: Array, r: Array) -> tuple[Array, Array]:
+        """``(level, slope)``: ``log own(x) <= level + slope (x - r)`` for x in ``[r0, r1]``."""
+        first, last = self._span(r0, r1)
+        row, count = self.own[0], self.own.shape[1]
+        slope = (row[last] - row[first]) * count / np.maximum(last - first, 1)
+        level = np.full(r.shape, -np.inf)
+        for step in range(int((last - first).max(initial=0)) + 1):
+            k = np.minimum(first + step, last)
+            edge = np.clip(np.where(slope >= 0, k, k + 1) / count, r0, r1)
+            level = np.maximum(level, row[k] - slope * (edge - r))
+        return level + 1e-12, slope
+
+    def _span(self, r0: Array, r1: Array) -> tuple[Array, Array]:
         count = self.own.shape[1]
         first = np.minimum((r0 * count * (1 - 1e-15)).astype(int), count - 1)
-        last = np.clip(np.ceil(r1 * count * (1 + 1e-15)).astype(int) - 1, first, count - 1)
+        return first, np.clip(np.ceil(r1 * count * (1 + 1e-15)).astype(int) - 1, first, count - 1)
+
+    def own_over(self, r0: Array, r1: Array) -> Array:
+        """Largest ``log own`` over an interval of r, by a table of dyadic maxima."""
+        first, last = self._span(r0, r1)
         level = np.log2(last - first + 1).astype(int)
         return np.maximum(self.own[level, first], self.own[level, last + 1 - 2**level])
 
@@ -294,14 +317,14 @@ def _table(values: Array) -> Array:
 
 def _columns(prob: _Problem, t: Array, m: Array, sig: Array, *, cells: int, masses: int) -> _Columns:
     edges = np.linspace(0.0, 1.0, cells + 1)
-    return _Columns(prob, t, m, sig, _table(prob.own(edges[:-1], edges[1:], t, masses)))
+    return _Columns(prob, t, m, sig, _table(np.log(prob.own(edges[:-1], edges[1:], t, masses))))
 
 
 def _prove(columns: _Columns, tol: float, max_cells: int) -> Maximum:
     count = len(columns.m)
     w = np.concatenate([[-40.0], np.linspace(-12.0, 12.0, 13), [40.0]])
     start = boxes(np.linspace(0, 1, count + 1), np.linspace(0, 1, 7), np.linspace(-1, 1, 9), w)
-    floor = float(np.log(columns.own[0].max()))
+    floor = float(columns.own[0].max())
     return maximise(columns.bound, *start, tol=tol, max_cells=max_cells, floor=floor, probe=256)
 
 
@@ -310,30 +333,36 @@ class _Design:
 
     def __init__(self, prob: _Problem, intervals: int) -> None:
         self.prob = prob
-        edges = np.linspace(0.0, 1.0, intervals + 1)
-        self.r0, self.r1 = edges[:-1], edges[1:]
-        h, c = np.linspace(0.05, 1.0, 20), np.linspace(-1.0, 1.0, 25)
-        w = np.linspace(-10.0, 8.0, 25)
-        grid = np.meshgrid(0.3 * self.r0 + 0.7 * self.r1, h, c, w, indexing="ij")
-        points = np.array([x.ravel() for x in grid])
+        self.at = (np.arange(intervals) + 0.5) / intervals
+        h, c, w = np.linspace(0.05, 1.0, 20), np.linspace(-1.0, 1.0, 25), np.linspace(-10.0, 8.0, 25)
+        points = np.array([x.ravel() for x in np.meshgrid(self.at, h, c, w, indexing="ij")])
         blank = _Columns(prob, np.ones(3), np.zeros(1), np.zeros(1), np.zeros((1, 1)))
-        self.base = np.nan_to_num(blank.weight(points, points), nan=-np.inf).reshape(grid[0].shape)
-        self.at = 0.3 * self.r0 + 0.7 * self.r1
-        self.h, self.s, self.p = h, h[:, None, None] * c[:, None], _mass(w)
-        self.r = grid[0][:, :1, :1, :1]
+        base = blank.weight(points, points)
+        # for a mass and an s = h c (in bins), only the h of the largest weight matters
+        bins = np.rint((points[1] * points[2] + 1) * 20).astype(int)
+        index = (np.rint(points[0] * intervals - 0.5).astype(int) * 41 + bins) * w.size + np.rint(
+            (points[3] + 10) / 0.75
+        ).astype(int)
+        order = np.argsort(index, kind="stable")[: base.size]
+        order = order[~np.isnan(base[order])]
+        self.base, self.h = base[order], points[1, order]
+        self.slot, self.first = np.unique(index[order], return_index=True)
+        self.r, self.p = self.at[:, None, None], _mass(w)
+        self.s = (np.arange(41) / 20 - 1)[:, None]
 
     def log_sum(self, top: Array, m: Array, sig: Array) -> Array:
-        """The bound of ``log S`` by interval, at sampled points."""
-        m, sig = m[:, None, None, None], sig[:, None, None, None]
+        """The bound of ``log S`` at each radius, at sampled points."""
+        m, sig = m[:, None, None], sig[:, None, None]
         line = self.r * self.s - 2 * sig * self.s + sig**2
         value = top + (1 - m) * np.log(self.p) + m * np.log1p(-self.p) + m * self.prob.a * line
-        prior = (1 - m[:, 0, 0, 0]) * math.log(max(self.prob.n - 1, 1))
-        return np.asarray(prior + value.max(axis=(1, 2, 3)))
+        return np.asarray((1 - m[:, 0, 0]) * math.log(max(self.prob.n - 1, 1)) + value.max(axis=(1, 2)))
 
     def choose(self, t: Array) -> tuple[Array, Array, Array]:
         """``(log S, m, sig)`` by interval for the stretch t."""
-        top = self.base + np.log1p(_stretch(t, self.h))[None, :, None, None]
-        shape = self.r0.shape
+        top = np.full(self.at.size * 41 * self.p.size, -np.inf)
+        top[self.slot] = np.maximum.reduceat(self.base + np.log1p(_stretch(t, self.h)), self.first)
+        top = top.reshape(self.at.size, 41, self.p.size)
+        shape = self.at.shape
         best, m, sig = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
 
         def attempt(new_m: Array, new_sig: Array) -> None:
@@ -381,5 +410,5 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
         raise CertificateError("m must lie in [0, 1] and match sig; run the search again.")
     columns = _columns(_problem(problem), t, m, sig, cells=int(problem["radii"]), masses=int(problem["masses"]))
     found = _prove(columns, float(problem["tol"]), int(problem["max_cells"]))
-    top = max(found.value, float(np.log(columns.own[0].max())))
+    top = max(found.value, float(columns.own[0].max()))
     return float(problem["v"]) * math.exp(0.5 * top) * (1 + 1e-11)

@@ -1,23 +1,27 @@
 r"""Self-token entropy: how far a row of softmax attention can spread, given that it sees its own token.
 
 In row i of n tokens let ``pi = P_ii``. ``E l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
-``H(P) <= h(pi) + (1 - pi) log(n - 1)``, so ``E l >= l_ii - (1 - pi) log((n - 1) pi / (1 - pi)) >= l_ii - tau_n`` with
-``tau_n = W_0((n - 1) / e)``, Lambert's function (the maximum over pi). The logits are ``<g, x>``, ``g = A x_i + c``, so
+``H(P) <= h(pi) + (1 - pi) log(n - 1)``, so
+``E l >= l_ii - (1 - pi) log((n - 1) pi / (1 - pi)) >= l_ii - tau_n`` with ``tau_n = W_0((n - 1) / e)``,
+Lambert's function (the maximum over pi). The logits are ``<g, x>``, ``g = A x_i + c``, so
 ``<g, m> >= <g, x_i> - tau_n``. With tokens ``x = E z + b``, ``|z| <= 1``, and ``h = E^T g``, b cancels:
-``lambda_max(C) <= ||E||^2 (1 - |m_z|^2)`` and ``|m_z| >= (<h, z_i> - tau_n)_+ / |h|``, ``|h| <= ||E|| |g|``; hence
+``lambda_max(C) <= ||E||^2 (1 - |m_z|^2)`` and ``|m_z| >= (<h, z_i> - tau_n)_+ / |h|``,
+``|h| <= ||E|| |g|``; hence
 
 .. math:: W := \sup |g|^2 \lambda_{\max}(C) \le \sup_{|z| \le 1} \|E\|^2 |g(z)|^2 - \bigl((\langle h(z), z\rangle - \tau_n)_+\bigr)^2 .
 
 Masked rows see at most n tokens, their own included, so all of this holds for them. The dual: the square is
-``-(u_+)^2 = min_{nu >= 0} nu^2 - 2 nu u``, so for every ``nu >= 0`` what remains is a quadratic in z over the ball (exact
-dual, one multiplier, found inside the dual function) or over the box (one multiplier a coordinate).
+``-(u_+)^2 = min_{nu >= 0} nu^2 - 2 nu u``, so for every ``nu >= 0`` what remains is a quadratic in z over
+the ball (exact dual, one multiplier, found inside the dual function) or over the box (one multiplier a
+coordinate).
 
 Row constant: with ``B_j = I + (x_j - m) g^T`` the operator ``eps -> sum_j P_j B_j eps_j`` has norm at most
 
 - ``phi(t)``, t = R max|g| (T3; R the radius of a ball around the domain);
-- ``sqrt(1 + W)``: Cauchy-Schwarz, ``sum_j P_j B_j B_j^T = I + |g|^2 C`` and ``sum_j P_j |eps_j|^2 <= |eps|^2``;
-- ``1 + sqrt(W / 2)``: for centred ``s_j = <u, x_j - m>``, ``sum_j P_j^2 s_j^2 <= sum_j P_j s_j^2 / 2``. If all
-  ``P_j <= 1/2`` it is plain. If ``P_1 = 1 - r > 1/2``, with shares ``q_j = P_j s_j^2`` of sum lambda and
+- ``sqrt(1 + W)``: Cauchy-Schwarz, ``sum_j P_j B_j B_j^T = I + |g|^2 C`` and
+  ``sum_j P_j |eps_j|^2 <= |eps|^2``;
+- ``1 + sqrt(W / 2)``: for centred ``s_j = <u, x_j - m>``, ``sum_j P_j^2 s_j^2 <= sum_j P_j s_j^2 / 2``. If
+  all ``P_j <= 1/2`` it is plain. If ``P_1 = 1 - r > 1/2``, with shares ``q_j = P_j s_j^2`` of sum lambda and
   ``m = lambda - q_1``: ``(P_1 s_1)^2 = (sum_{j > 1} P_j s_j)^2 <= r m``, so the sum is at most
   ``min((1 - r)(lambda - m), r m) + r m <= 2 r (1 - r) lambda <= lambda / 2``.
 """
@@ -69,7 +73,8 @@ def self_entropy(
     Returns
     -------
     Certificate
-        Multiplier ``nu`` (the linearisation of the square); ``diagonal`` for a box. ``details["tau"]`` is ``tau_n``.
+        Multiplier ``nu`` (the linearisation of the square); ``diagonal`` for a box. ``details["tau"]`` is
+        ``tau_n``.
 
     Raises
     ------
