@@ -74,20 +74,14 @@ def norm(rng: Rng) -> LayerNorm:
 
 
 def block(rng: Rng, pre_norm: bool, *, masked: bool = False) -> TransformerBlock:
-    attention: AttentionMap = MultiHeadAttention(
-        [qkv(rng, 2, 2), qkv(rng, 2, 2)], [mat(rng, D, 2), mat(rng, D, 2)]
-    )
+    attention: AttentionMap = MultiHeadAttention([qkv(rng, 2, 2), qkv(rng, 2, 2)], [mat(rng, D, 2), mat(rng, D, 2)])
     attention = MaskedAttention(attention) if masked else attention
-    return TransformerBlock(
-        attention, mlp(rng), attention_norm=norm(rng), mlp_norm=norm(rng), pre_norm=pre_norm
-    )
+    return TransformerBlock(attention, mlp(rng), attention_norm=norm(rng), mlp_norm=norm(rng), pre_norm=pre_norm)
 
 
 MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "softmax": lambda r: SoftmaxAttention(mat(r), mat(r)),
-    "softmax-bias": lambda r: SoftmaxAttention(
-        mat(r), mat(r), bias=[1.0, 0.0, -1.0], value_bias=[0.0, 2.0, 0.0]
-    ),
+    "softmax-bias": lambda r: SoftmaxAttention(mat(r), mat(r), bias=[1.0, 0.0, -1.0], value_bias=[0.0, 2.0, 0.0]),
     "softmax-e=2": lambda r: SoftmaxAttention(mat(r), mat(r, 2)),
     "softmax-e=5": lambda r: SoftmaxAttention(mat(r), mat(r, 5)),
     "softmax-qkv-k=2": lambda r: qkv(r, 2),
@@ -113,9 +107,7 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "masked-multihead": lambda r: MaskedAttention(
         MultiHeadAttention([qkv(r, 2, 2), L2Attention(mat(r), mat(r), mat(r))], [mat(r, 2, 2), mat(r, 2)])
     ),
-    "multihead-of-masked": lambda r: MultiHeadAttention(
-        [MaskedAttention(qkv(r, 2)), MaskedAttention(qkv(r, 2))]
-    ),
+    "multihead-of-masked": lambda r: MultiHeadAttention([MaskedAttention(qkv(r, 2)), MaskedAttention(qkv(r, 2))]),
     "layernorm": lambda r: LayerNorm(mat(r)[0], mat(r)[0]),
     "layernorm-eps": norm,
     "rmsnorm": lambda r: RMSNorm(mat(r)[0], eps=1e-2),
@@ -127,9 +119,7 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "residual": lambda r: Residual(SoftmaxAttention(mat(r), mat(r)), scale=0.5),
     "residual-masked": lambda r: Residual(MaskedAttention(qkv(r, 2))),
     "compose": lambda r: Compose(Residual(qkv(r, 2)), norm(r), L2Attention(mat(r), mat(r), mat(r, 2))),
-    "compose-nested": lambda r: Compose(
-        Compose(norm(r), Residual(sinkhorn(r))), Compose(qkv(r, 2), mlp(r, "tanh", 2))
-    ),
+    "compose-nested": lambda r: Compose(Compose(norm(r), Residual(sinkhorn(r))), Compose(qkv(r, 2), mlp(r, "tanh", 2))),
     "compose-masked": lambda r: Compose(
         norm(r), MaskedAttention(qkv(r, 2)), Residual(SigmoidAttention(mat(r), mat(r)))
     ),

@@ -29,9 +29,7 @@ def attention(name: str, rng: Rng) -> AttentionMap:
     return MAPS[name](rng)
 
 
-def measure(
-    attention: AttentionMap, rng: Rng, n: int = 7, *, weights: np.ndarray | None = None
-) -> base.Measure:
+def measure(attention: AttentionMap, rng: Rng, n: int = 7, *, weights: np.ndarray | None = None) -> base.Measure:
     """Random atoms and weights; for causal maps also times, some of them equal."""
     points = rng.standard_normal((n, D))
     w = rng.uniform(0.5, 1.5, n) if weights is None else weights
@@ -41,9 +39,7 @@ def measure(
     return SpaceTimeMeasure(rng.integers(1, max(n - 1, 2), n) / n, points, w)
 
 
-def rebuilt(
-    mu: base.Measure, points: np.ndarray, weights: np.ndarray, index: np.ndarray | None = None
-) -> base.Measure:
+def rebuilt(mu: base.Measure, points: np.ndarray, weights: np.ndarray, index: np.ndarray | None = None) -> base.Measure:
     """A measure of the kind of ``mu`` with other atoms; ``index`` says whose times they take."""
     if isinstance(mu, SpaceTimeMeasure):
         return SpaceTimeMeasure(mu.times if index is None else mu.times[index], points, weights)
@@ -88,8 +84,7 @@ def test_taylor_remainder_falls_like_the_square(name: str, attention: AttentionM
     direction = rng.standard_normal((mu.n, D))
     slope, start = attention.jacobian(mu).jvp(direction), values(attention, mu, mu.points)
     remainders = [
-        np.linalg.norm(values(attention, mu, mu.points + h * direction) - start - h * slope)
-        for h in (1e-3, 2.5e-4)
+        np.linalg.norm(values(attention, mu, mu.points + h * direction) - start - h * slope) for h in (1e-3, 2.5e-4)
     ]
     # exactly 16 for a quadratic; piecewise linear maps leave nothing but rounding
     assert remainders[1] <= remainders[0] / 14.0 or remainders[0] < 1e-14
@@ -180,9 +175,7 @@ def test_duplicated_atoms_change_nothing(name: str, attention: AttentionMap, rng
 
 
 @pytest.mark.parametrize("size", [1.0, 1e8])
-def test_atoms_of_zero_weight_change_nothing(
-    name: str, attention: AttentionMap, rng: Rng, size: float
-) -> None:
+def test_atoms_of_zero_weight_change_nothing(name: str, attention: AttentionMap, rng: Rng, size: float) -> None:
     if "exponential" in name:
         size = 1.0  # rows at huge atoms have no value in float64, see test_cases
     mu = measure(attention, rng)
@@ -226,9 +219,7 @@ def test_block_size_does_not_matter(attention: AttentionMap, rng: Rng, block_siz
     close(blocked.to_dense(), J.to_dense())
 
 
-def test_tiny_memory_budget_does_not_matter(
-    attention: AttentionMap, rng: Rng, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiny_memory_budget_does_not_matter(attention: AttentionMap, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     mu = measure(attention, rng)
     times = mu.times if isinstance(mu, SpaceTimeMeasure) else None
     v = rng.standard_normal((mu.n, D))

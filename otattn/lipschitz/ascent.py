@@ -95,7 +95,9 @@ class _Objective:
         return Candidates(self.chart.latents(omega), lw)
 
     def take(self, index: NDArray[np.int64]) -> _Objective:
-        return _Objective(self.forms, self.chart, self.weighting, self.n, self.fixed[index], self.split_atom, self.hidden)
+        return _Objective(
+            self.forms, self.chart, self.weighting, self.n, self.fixed[index], self.split_atom, self.hidden
+        )
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         omega, lw, share = self.unpack(x)

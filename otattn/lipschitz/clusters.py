@@ -177,9 +177,7 @@ class Configuration:
             alpha = u @ f.V
             Y = _centred(alpha, self.points, r.m)
             T = r.S * Y
-            out += (
-                np.swapaxes(r.S, 1, 2) @ alpha + np.swapaxes(T, 1, 2) @ r.G + ((r.P * Y) @ self.points) @ f.A
-            )
+            out += np.swapaxes(r.S, 1, 2) @ alpha + np.swapaxes(T, 1, 2) @ r.G + ((r.P * Y) @ self.points) @ f.A
             if f.H is not None:
                 out -= 2.0 * T.sum(axis=1)[..., None] * (self.points @ f.H)
         return out

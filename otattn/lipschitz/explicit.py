@@ -68,19 +68,16 @@ class Layout:
         """The measure of latents ``(c, k)`` and log-weights ``(c,)``."""
         points = self.chart.lift(latents)
         if self.kind == "sequence":
-            return SpaceTimeMeasure.from_sequence(
-                np.repeat(points, np.rint(np.exp(log_weights)).astype(int), axis=0)
-            )
+            return SpaceTimeMeasure.from_sequence(np.repeat(points, np.rint(np.exp(log_weights)).astype(int), axis=0))
         if self.n is None:
             w = np.exp(log_weights - log_weights.max())
         else:
             w = np.rint(np.exp(log_weights))
         w = w / w.sum()
-        return (
-            DiscreteMeasure(points, w)
-            if self.kind == "measure"
-            else SpaceTimeMeasure(np.ones(len(w)), points, w)
-        )
+        if self.kind == "measure":
+            return DiscreteMeasure(points, w)
+        times = np.arange(1, len(w) + 1) / len(w) if self.kind == "chain" else np.ones(len(w))
+        return SpaceTimeMeasure(times, points, w)
 
     def value(self, latents: Array, log_weights: Array) -> float:
         """The local constant, 0 where the map cannot be evaluated (overflow, no convergence)."""
@@ -112,9 +109,7 @@ def hint_forms(attention: AttentionMap) -> tuple[Form, ...]:
     return tuple(f for part in parts for f in hint_forms(part))
 
 
-def _starts(
-    layout: Layout, forms: tuple[Form, ...], rng: np.random.Generator, count: int
-) -> list[tuple[Array, Array]]:
+def _starts(layout: Layout, forms: tuple[Form, ...], rng: np.random.Generator, count: int) -> list[tuple[Array, Array]]:
     """Latents and log-weights of structured and random measures."""
     chart, n = layout.chart, layout.n
     usable = tuple(f for f in forms if f.A.shape[0] == chart.E.shape[0])
@@ -177,11 +172,7 @@ def search_explicit(
     for i in order:
         # at most two of each number of atoms, of distinct values
         alike = [j for j in chosen if len(pool[j][0]) == len(pool[i][0])]
-        if (
-            len(alike) < 2
-            and all(abs(values[i] - values[j]) > 1e-6 * values[i] for j in alike)
-            and values[i] > 0.0
-        ):
+        if len(alike) < 2 and all(abs(values[i] - values[j]) > 1e-6 * values[i] for j in alike) and values[i] > 0.0:
             chosen.append(int(i))
         if len(chosen) == ascents:
             break

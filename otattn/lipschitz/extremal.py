@@ -157,6 +157,4 @@ def _mixed(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | None,
     def functional(other: Any) -> float:
         return float(np.sum(units * (parts(*stacks(other), best_k) @ best_u)))
 
-    return Extremal(
-        float(np.linalg.norm(images, axis=1).sum()), "token" if p == 1.0 else "output", functional
-    )
+    return Extremal(float(np.linalg.norm(images, axis=1).sum()), "token" if p == 1.0 else "output", functional)

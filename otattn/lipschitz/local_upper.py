@@ -12,7 +12,7 @@ from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.kernels import NormalisedKernel
-from otattn.attention.pointwise import PointwiseAttention
+from otattn.attention.pointwise import PointwiseAttention, ReLUAttention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.head_bounds import combine_heads, heads_of
 from otattn.lipschitz.rounding import log, safe_exp, up
@@ -158,10 +158,19 @@ def _pointwise(head: PointwiseAttention, U: Array, mu: Measure, times: Array | N
     turned = x @ head.A  # rows A^T x_j
     identity = U @ U.T
     total, field_norm = 0.0, 0.0
+    sizes = np.linalg.norm(x, axis=1)
+    kinked = isinstance(head, ReLUAttention)
+    terms = np.linalg.norm(values, axis=1) * np.linalg.norm(turned, axis=1)
     for i in range(n):
         s = x @ g[i]
         seen = w if times is None else np.where(times <= times[i], w, 0.0)
         slope = head.h.derivative(s)
+        loose = 0.0
+        if kinked:
+            # at the kink of h either slope occurs nearby: the larger one in the form, both in the field
+            kink = np.abs(s) <= 1e-12 * sizes * np.linalg.norm(g[i])
+            loose = float((seen * terms)[kink].sum())
+            slope = np.where(kink, 1.0, slope)
         weight = head.h.value(s)
         # sum_j w_j (h U + h' v_j g^T)(h U^T + h' g v_j^T)
         mixed = np.outer((seen * weight * slope) @ values, U @ g[i])
@@ -170,7 +179,7 @@ def _pointwise(head: PointwiseAttention, U: Array, mu: Measure, times: Array | N
         lam = float(np.linalg.eigvalsh(form)[-1])
         total += float(w[i]) * max(0.0, lam + 64.0 * e * _EPS * float(np.abs(form).max(initial=0.0)))
         field = (values * (seen * slope)[:, None]).T @ turned
-        field_norm = max(field_norm, spectral_norm_upper(field))
+        field_norm = max(field_norm, spectral_norm_upper(field) + loose)
     return (math.sqrt(total) + field_norm) * (1.0 + 1e-12)
 
 

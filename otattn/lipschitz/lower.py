@@ -30,7 +30,7 @@ SEQUENCE_CORE = 256
 """Causal sequences are searched up to this length; longer ones are made from those (see ``_best_sequence``)."""
 EXPLICIT_CORE = 16
 """The same for causal maps without an analytic gradient."""
-STRETCH_LIMIT = 1024
+STRETCH_LIMIT = 2048
 """Up to this length the blocks of a core are also stretched to n tokens."""
 SOURCE = "otattn, local constant at a witness (THEORY T2, T15, T16)"
 
@@ -59,9 +59,7 @@ def _unmasked(attention: AttentionMap) -> AttentionMap:
 
 def _task(attention: Any, radius: float | None, domain: Domain | None) -> _Task:
     if not isinstance(attention, AttentionMap):
-        raise TypeError(
-            f"attention must be an attention map, received {type(attention).__name__}; build one first."
-        )
+        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
     if (radius is None) == (domain is None):
         given = "neither" if radius is None else "both"
         raise ValueError(
@@ -77,9 +75,7 @@ def _task(attention: Any, radius: float | None, domain: Domain | None) -> _Task:
     chart = chart_of(region, dim, forms)
     hints = hint_forms(attention) if forms is None else forms
     usable = tuple(f for f in hints if f.A.shape == (dim, dim))
-    return _Task(
-        attention, region, chart, None if forms is None else chart.restrict(forms), chart.restrict(usable)
-    )
+    return _Task(attention, region, chart, None if forms is None else chart.restrict(forms), chart.restrict(usable))
 
 
 def adversarial_tokens(
@@ -231,16 +227,10 @@ def _best_sequence(
 
 
 def _explicit(effort: Effort) -> dict[str, Any]:
-    return (
-        {"starts": 8, "ascents": 5, "steps": 25}
-        if effort == "fast"
-        else {"starts": 40, "ascents": 12, "steps": 80}
-    )
+    return {"starts": 8, "ascents": 5, "steps": 25} if effort == "fast" else {"starts": 40, "ascents": 12, "steps": 80}
 
 
-def _best_measure(
-    task: _Task, p: float, rng: np.random.Generator, effort: Effort
-) -> tuple[Any, float, dict[str, Any]]:
+def _best_measure(task: _Task, p: float, rng: np.random.Generator, effort: Effort) -> tuple[Any, float, dict[str, Any]]:
     """The witness of the mean-field constant; for causal maps on a single time slice or one atom at a time."""
     causal = task.attention.causal
     layout = Layout(task.attention, task.chart, "slice" if causal else "measure", None, p)
@@ -316,9 +306,7 @@ def lipschitz_lower_bound(
     """
     order = check.check_order(p)
     if order not in (1.0, 2.0, np.inf):
-        raise ValueError(
-            f"p must be 1, 2 or inf for a witnessed lower bound, received {p!r}; use one of these."
-        )
+        raise ValueError(f"p must be 1, 2 or inf for a witnessed lower bound, received {p!r}; use one of these.")
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     task = _task(attention, radius, domain)

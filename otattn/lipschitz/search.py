@@ -37,9 +37,7 @@ class _Budget:
 
 _BUDGETS = {
     "fast": _Budget(random=24, per_pool=12, short=25, survivors=6, long=80, finalists=2, exchanges=1, path=3),
-    "deep": _Budget(
-        random=160, per_pool=48, short=60, survivors=24, long=300, finalists=6, exchanges=4, path=4
-    ),
+    "deep": _Budget(random=160, per_pool=48, short=60, survivors=24, long=300, finalists=6, exchanges=4, path=4),
 }
 
 
@@ -195,9 +193,7 @@ def _follow_path(forms: tuple[Form, ...], chart: Chart, starts: Candidates, budg
         heat /= 3.0
         factors.append(3.0 ** -(len(factors) + 1.0))
     for factor in [*reversed(factors), 1.0]:
-        scaled = tuple(
-            Form(factor * f.A, f.V, factor * f.bias, None if f.H is None else factor * f.H) for f in forms
-        )
+        scaled = tuple(Form(factor * f.A, f.V, factor * f.bias, None if f.H is None else factor * f.H) for f in forms)
         _, starts = ascend(scaled, chart, starts, weighting="fixed", steps=budget.short)
     return starts
 
@@ -246,9 +242,7 @@ def _polish_field(
             pool.score(moved)
 
 
-def search_measures(
-    forms: tuple[Form, ...], chart: Chart, rng: np.random.Generator, effort: Effort = "fast"
-) -> Found:
+def search_measures(forms: tuple[Form, ...], chart: Chart, rng: np.random.Generator, effort: Effort = "fast") -> Found:
     """The best measure with at most five atoms found, weights free."""
     budget = _budget(effort, forms, chart)
     pool = _Pool(forms, chart, None)

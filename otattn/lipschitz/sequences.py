@@ -37,9 +37,7 @@ class _BlockObjective:
     def configuration(self, z: Array) -> Configuration:
         n = len(self.groups)
         hidden = np.triu(np.ones((n, n), dtype=bool), 1)
-        return Configuration(
-            self.forms, (z @ self.chart.E.T)[:, self.groups], np.zeros((len(z), n)), 0.5, hidden
-        )
+        return Configuration(self.forms, (z @ self.chart.E.T)[:, self.groups], np.zeros((len(z), n)), 0.5, hidden)
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         c = int(self.groups.max()) + 1
@@ -186,7 +184,8 @@ def search_chains(
     for batch in batches:
         order = np.argsort(batch.log_weights, axis=1, kind="stable")
         starts = Candidates(
-            np.take_along_axis(batch.latents, order[..., None], axis=1), np.take_along_axis(batch.log_weights, order, axis=1)
+            np.take_along_axis(batch.latents, order[..., None], axis=1),
+            np.take_along_axis(batch.log_weights, order, axis=1),
         )
         for links in (1, 4):
             best = max(best, _best_chain(forms, chart, _linked(starts, links), ascents, steps), key=lambda s: s.value)

@@ -74,7 +74,7 @@ def directions(forms: tuple[Form, ...], chart: Chart, rng: np.random.Generator, 
     """
     rows = []
     for f in forms:
-        U, s, Wt = np.linalg.svd(chart.E.T @ f.A @ chart.E)
+        U, _, Wt = np.linalg.svd(chart.E.T @ f.A @ chart.E)
         Q = np.linalg.eigh(chart.E.T @ (f.A + f.A.T) @ chart.E)[1].T
         T = np.linalg.svd(f.V @ chart.E, full_matrices=False)[2]
         lead = slice(0, max(2, count // (6 * len(forms))))
@@ -93,9 +93,7 @@ def directions(forms: tuple[Form, ...], chart: Chart, rng: np.random.Generator, 
     free = rng.standard_normal((max(0, count - len(fixed)), chart.latent_dim))
     # half of the random ones lean towards a structured one
     lean = np.arange(len(free)) % 2 == 0
-    free[lean] = (
-        0.6 * free[lean] / np.sqrt(chart.latent_dim) + fixed[rng.integers(len(fixed), size=int(lean.sum()))]
-    )
+    free[lean] = 0.6 * free[lean] / np.sqrt(chart.latent_dim) + fixed[rng.integers(len(fixed), size=int(lean.sum()))]
     z = np.concatenate([fixed, free])
     size = np.abs(z).max(axis=1) if chart.kind == "cube" else np.linalg.norm(z, axis=1)
     z[size < 1e-12] = np.eye(chart.latent_dim)[0]
@@ -130,9 +128,7 @@ def maximise_latent(
     def objective(omega: Array) -> tuple[Array, Array]:
         h = 1e-6
         E = np.concatenate([np.zeros((1, k)), h * np.eye(k), -h * np.eye(k)])
-        all_values = value(chart.latents((omega[:, None, :] + E).reshape(-1, k))).reshape(
-            len(omega), 2 * k + 1
-        )
+        all_values = value(chart.latents((omega[:, None, :] + E).reshape(-1, k))).reshape(len(omega), 2 * k + 1)
         return -all_values[:, 0], -(all_values[:, 1 : k + 1] - all_values[:, k + 1 :]) / (2.0 * h)
 
     omega, g = lbfgs(objective, chart.parameters(z, margin=1e-6), steps=steps)
@@ -185,9 +181,7 @@ def two_anchor_constant(
     return float(values[0]), best
 
 
-def two_anchor(
-    form: Form, chart: Chart, n: int, rng: np.random.Generator, *, keep: int = 6
-) -> Candidates | None:
+def two_anchor(form: Form, chart: Chart, n: int, rng: np.random.Generator, *, keep: int = 6) -> Candidates | None:
     r"""A cluster of ``n - 2`` tokens and two anchors across its gradient (T16), the logit margin scanned.
 
     The anchors sit at latents ``h g +- sqrt(1 - h^2) u``, with h such that their logit exceeds the cluster's own by
@@ -219,8 +213,7 @@ def field_direction(form: Form, chart: Chart, rng: np.random.Generator) -> tuple
     if wv == 0.0 or wb == 0.0:
         return 0.0, np.eye(chart.latent_dim)[0]
     starts = [
-        np.linalg.svd(np.concatenate([t * W / wv, (1.0 - t) * B / wb]))[2][0]
-        for t in np.linspace(0.02, 0.98, 33)
+        np.linalg.svd(np.concatenate([t * W / wv, (1.0 - t) * B / wb]))[2][0] for t in np.linspace(0.02, 0.98, 33)
     ]
     u = np.concatenate([np.array(starts), rng.standard_normal((16, chart.latent_dim))])
     u /= np.linalg.norm(u, axis=1, keepdims=True)

@@ -101,6 +101,18 @@ class FusedJacobian(LinearOperator):
         out._fill(self.layer, dtype, self._memory, self._workers)
         return out
 
+    def prepare(self) -> FusedJacobian:
+        """Compute the attention matrix, or its normalisers, now; the first product does it otherwise."""
+        with self._lock:
+            self._ready()
+        return self
+
+    @property
+    def stored(self) -> bool:
+        """True when the attention matrix is kept, False when each product recomputes it."""
+        with self._lock:
+            return self._ready().stored
+
     @property
     def scale(self) -> float:
         """A power of two of the size of the value matrices; ``scaled_gram`` is ``J^T J / scale^2``."""
@@ -141,10 +153,13 @@ class FusedJacobian(LinearOperator):
             name = "cotangent" if kind == "vjp" else "direction"
             raise ValueError(f"{name} must have shape ({self.n}, {columns}) or be flat, received {x.shape}.")
         with self._lock:
-            if self._products is None:
-                self._products = HeadProducts(layer, self.dtype, self._memory, self._workers)
-            y = getattr(self._products, kind)(layer.gather(x.reshape(self.n, columns)))
+            y = getattr(self._ready(), kind)(layer.gather(x.reshape(self.n, columns)))
             return layer.scatter(y)
+
+    def _ready(self) -> HeadProducts:
+        if self._products is None:
+            self._products = HeadProducts(self.layer, self.dtype, self._memory, self._workers)
+        return self._products
 
 
 def measure_jacobian(attention: AttentionMap, mu: Any, **options: Any) -> FusedJacobian | JacobianOperator:

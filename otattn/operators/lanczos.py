@@ -172,7 +172,7 @@ def top_singular(
 
     rough = exact.single()
     if rough is not None:
-        pair = _float32_stage(rough, start, max(0.7 * target, FLOAT32_RESIDUAL), budget - 1, generator)
+        pair = _float32_stage(rough, start, max(0.9 * target, FLOAT32_RESIDUAL), budget - 1, generator)
         del rough
         if pair is not None:
             start = pair.vector.astype(np.float64)
@@ -301,9 +301,7 @@ class _Operator:
                 operator = check.matrix(operator, "operator")
             self._linear = operator if isinstance(operator, LinearOperator) else aslinearoperator(operator)
             if self._linear.dtype is not None and np.dtype(self._linear.dtype).kind == "c":
-                raise ValueError(
-                    "operator must be real, received a complex one; stack its real and imaginary parts."
-                )
+                raise ValueError("operator must be real, received a complex one; stack its real and imaginary parts.")
             if isinstance(operator, JacobianOperator):
                 self._tokens = operator
             self._scaled = False
@@ -351,9 +349,7 @@ class _Operator:
     def _forward(self, x: Array) -> Array:
         y = np.asarray(self._linear.matvec(x), dtype=np.float64).reshape(-1)
         if not np.isfinite(y).all():
-            raise ValueError(
-                "operator must give finite products, received NaN or infinite entries; scale its data."
-            )
+            raise ValueError("operator must give finite products, received NaN or infinite entries; scale its data.")
         if not self._scaled and (size := float(np.abs(y).max(initial=0.0))) > 0.0:
             self.scale, self._scaled = float(2.0 ** np.round(np.log2(size))), True
         return y / self.scale
@@ -361,7 +357,5 @@ class _Operator:
     def _backward(self, y: Array) -> Array:
         x = np.asarray(self._linear.rmatvec(y), dtype=np.float64).reshape(-1) / self.scale
         if not np.isfinite(x).all():
-            raise ValueError(
-                "operator must give finite products, received NaN or infinite entries; scale its data."
-            )
+            raise ValueError("operator must give finite products, received NaN or infinite entries; scale its data.")
         return x

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
-from otattn.attention.kernels import Head
 from otattn.measures import SpaceTimeMeasure
+from otattn.operators.factor import Factor
 
 __all__ = ["HeadSlices", "Mixing", "SoftmaxLayer", "supports_fused"]
 
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 FLOAT32_LOGIT = 1e4
 FLOAT32_WEIGHT = 1e-24
 FLOAT32_FACTOR = 1e7
-CACHED_ENTRIES = 4_000_000
+CACHED_ENTRIES = 1_000_000
 """Projected tokens of at most this many entries are kept between work dtypes."""
 
 
@@ -131,33 +131,42 @@ class SoftmaxLayer:
     def _measure_heads(self, weight_ratio: float) -> bool:
         """Finds the factors that balance queries and keys; True when float32 holds it all."""
         self._balances: list[float] = []
-        self._cache: list[tuple[Array, Array, Array]] | None = (
-            [] if self.n * self.width <= CACHED_ENTRIES else None
-        )
+        self._cache: dict[tuple[int, int], Array] = {}
         fits = weight_ratio >= FLOAT32_WEIGHT
-        for m in self._maps:
-            parts = self._raw(m)
-            q, k = _largest(parts[0]), _largest(parts[1])
+        for h, m in enumerate(self._maps):
+            q, k = _largest(self._part(h, 0)), _largest(self._part(h, 1))
             balance = _power_of_two(np.sqrt(q / k)) if q > 0.0 and k > 0.0 else 1.0
             self._balances.append(balance)
             fits = fits and q * k <= FLOAT32_LOGIT
             fits = fits and max(_size(m.Wq) / balance, _size(m.Wk) * balance) <= FLOAT32_FACTOR
-            if self._cache is not None:
-                self._cache.append(parts)
         return fits
 
-    def _raw(self, m: Head) -> tuple[Array, Array, Array]:
-        """Queries, centred keys, centred values: softmax does not see the shift of the latter two."""
-        x = self._x - self._centre  # differences first: no digits are lost for clouds far from the origin
-        shift = m.Wq @ self._centre if m.bq is None else m.Wq @ self._centre + m.bq
-        Q = x @ m.Wq.T
-        Q += shift
-        return Q, x @ m.Wk.T, x @ m.V.T
+    def _part(self, h: int, which: int) -> Array:
+        """Queries (0), centred keys (1) or centred values (2): softmax does not see the shift of these two."""
+        if (h, which) in self._cache:
+            return self._cache[h, which]
+        m = self._maps[h]
+        # differences first: no digits are lost for clouds far from the origin
+        out = (self._x - self._centre) @ (m.Wq, m.Wk, m.V)[which].T
+        if which == 0:
+            out += m.Wq @ self._centre
+            if m.bq is not None:
+                out += m.bq
+        if self.n * self.width <= CACHED_ENTRIES:
+            self._cache[h, which] = out
+        return np.asarray(out)
 
-    def projections(self, h: int) -> tuple[Array, Array, Array]:
-        """Queries ``(n, k)``, centred keys ``(n, k)`` and centred values ``(n, e)`` of head h, scaled."""
-        Q, K, V = self._raw(self._maps[h]) if self._cache is None else self._cache[h]
-        return Q / self._balances[h], K * self._balances[h], V / self._value_scale
+    def queries(self, h: int) -> Array:
+        """Queries of head h, scaled, ``(n, k)``."""
+        return self._part(h, 0) / self._balances[h]
+
+    def keys(self, h: int) -> Array:
+        """Centred keys of head h, scaled, ``(n, k)``."""
+        return self._part(h, 1) * self._balances[h]
+
+    def values(self, h: int) -> Array:
+        """Centred values of head h, scaled, ``(n, e)``."""
+        return self._part(h, 2) / self._value_scale
 
     def stacked(self, dtype: np.dtype[Any]) -> Array:
         """All projections of all heads, scaled, ``(sum (2 k_h + e_h), d)``."""
@@ -189,16 +198,17 @@ class Mixing:
     head, and the layer is not ``coupled``.
     """
 
-    def __init__(self, layer: SoftmaxLayer, outputs: Array | None) -> None:
-        self._layer, self._W = layer, outputs
+    def __init__(self, layer: SoftmaxLayer, factor: Factor | None) -> None:
+        self._layer, self._factor = layer, factor
         self._M: Array | None = None
         self._blocks: list[Array | None] = [None] * len(layer.heads)
-        if outputs is None:
+        if factor is None:
             return
+        outputs = factor.W
         if layer.coupled:
             E, total = outputs.shape
             # the square of W_o saves up to half of each product but costs E / n products to form
-            if total < 2 * E and 8 * layer.n >= E:
+            if total < 2 * E and 8 * layer.n > E:
                 self._M = outputs.T @ outputs
             return
         for i, h in enumerate(layer.heads):
@@ -210,8 +220,8 @@ class Mixing:
         """The cotangents of the heads of the group, from the joined outputs ``o`` of these heads."""
         heads = self._layer.heads
         if self._layer.coupled:
-            assert self._W is not None
-            g = (o @ self._W.T) @ self._W if self._M is None else o @ self._M
+            assert self._factor is not None
+            g = self._factor.back(self._factor.forward(o)) if self._M is None else o @ self._M
             for h in group:
                 yield h, g[:, heads[h].values]
             return

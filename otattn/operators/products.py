@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from otattn.attention import base as attention_base
 from otattn.operators import threads
+from otattn.operators.factor import Factor
 from otattn.operators.layer import HeadSlices, Mixing, SoftmaxLayer
 from otattn.operators.streaming import PANEL_ROWS, KernelTiles, Panel, Tiling
 
@@ -19,6 +20,10 @@ Array = NDArray[Any]
 
 THREADED_FROM = 512
 """Fewest tokens for which threads over panels pay."""
+
+
+FEW_ROWS = 128
+"""Panels of fewer rows slow the products down; more are taken only where memory is ample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +58,17 @@ class HeadProducts:
     Not to be called from two threads at once: the buffers are shared between calls.
     """
 
-    def __init__(
-        self, layer: SoftmaxLayer, dtype: np.dtype[Any], memory: int | None, workers: int | None
-    ) -> None:
+    def __init__(self, layer: SoftmaxLayer, dtype: np.dtype[Any], memory: int | None, workers: int | None) -> None:
         self.layer, self.dtype = layer, dtype
         n, heads = layer.n, len(layer.heads)
         automatic = threads.blas_threads() if n >= THREADED_FROM else 1
         self.workers = max(1, min(automatic if workers is None else workers, n))
         budget = attention_base.MEMORY_BUDGET if memory is None else memory
         keep, slots = self._cut(budget)
+        self.stored = keep
         self.root = None if layer.root is None else layer.root.astype(dtype)
-        self.W = layer.stacked(dtype)
-        self.outputs = None if layer.outputs is None else layer.outputs.astype(dtype)
+        self.stack = Factor(layer.stacked(dtype), n)
+        self.outputs = None if layer.outputs is None else Factor(layer.outputs.astype(dtype), n)
         self.mixing: Mixing | None = None
         rows, columns = self.tiling.rows, self.tiling.columns
         self.ones = np.ones(columns, dtype)
@@ -89,8 +93,8 @@ class HeadProducts:
             return True, 0
         # where the outputs couple the heads, J^T J comes back to the panels of all of them: kept if they fit
         room = budget // (4 * itemsize * n * self.workers)
-        slots = heads if layer.coupled and room >= 64 * heads else 1
-        rows = max(16, min(PANEL_ROWS, room // slots))
+        slots = heads if layer.coupled and room >= FEW_ROWS * heads else 1
+        rows = max(16, min(PANEL_ROWS, max(room // (4 * slots), min(FEW_ROWS, room // slots))))
         self.tiling = Tiling(n, itemsize, visible=visible, workers=self.workers, max_rows=rows)
         return False, slots
 
@@ -99,7 +103,9 @@ class HeadProducts:
         k, e = where.k, where.e
         left, right = np.empty((n, 2 * k), self.dtype), np.empty((n, 2 * k), self.dtype)
         values = np.ones((n, e + 1), self.dtype)
-        left[:, k:], right[:, :k], values[:, :e] = layer.projections(h)
+        left[:, k:] = layer.queries(h)
+        right[:, :k] = layer.keys(h)
+        values[:, :e] = layer.values(h)
         tiles = KernelTiles(left[:, k:], right[:, :k], layer.column, self.tiling, keep=keep)
         dV, O = np.empty((n, e), self.dtype), np.empty((n, e), self.dtype)
         return _Head(where, left, right, dV, values, O, tiles)
@@ -127,14 +133,14 @@ class HeadProducts:
                     self._forward(self.spaces[w], h, panel, out[panel.start : panel.stop, head.where.values])
 
         threads.run(work, self.workers)
-        y = out if self.outputs is None else out @ self.outputs.T
+        y = out if self.outputs is None else self.outputs.forward(out)
         return y if self.root is None else y * self.root
 
     def vjp(self, g: Array) -> Array:
         """``J^T g`` for ``(n, e)``."""
         if self.root is not None:
             g = g * self.root
-        cotangent = g if self.outputs is None else g @ self.outputs
+        cotangent = g if self.outputs is None else self.outputs.back(g)
 
         def work(w: int) -> None:
             self.spaces[w].Z[...] = 0.0
@@ -176,8 +182,7 @@ class HeadProducts:
         """``[dQ | dK | dV]`` of all heads in one product, then laid beside Q and K."""
         if self.root is not None:
             x = x / self.root
-        Y = self.spaces[0].Z  # free until the adjoint sums begin
-        np.matmul(x, self.W.T, out=Y)
+        Y = self.stack.forward(x, out=self.spaces[0].Z)  # which is free until the adjoint sums begin
         for head in self.heads:
             (q, key, v), k = head.where.parts, head.where.k
             head.left[:, :k], head.right[:, k:], head.dV[...] = Y[:, q], Y[:, key], Y[:, v]
@@ -187,7 +192,7 @@ class HeadProducts:
         total = self.spaces[0].Z
         for space in self.spaces[1:]:
             total += space.Z
-        y = total @ self.W
+        y = self.stack.back(total)
         return y if self.root is None else y / self.root
 
     def _tile(self, space: _Workspace, h: int, panel: Panel, t: int, *, fresh: bool) -> Array:

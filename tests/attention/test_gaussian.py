@@ -60,7 +60,7 @@ def qkv(rng: Rng, d: int, e: int, k: int) -> SoftmaxAttention:
 
 
 def heads(rng: Rng, d: int) -> MultiHeadAttention:
-    parts = [
+    parts: list[SoftmaxAttention | L2Attention | SinkhornAttention | LinearAttention] = [
         qkv(rng, d, 2, 1),
         L2Attention(mat(rng, 2, d), mat(rng, 2, d), mat(rng, 3, d)),
         SinkhornAttention(mat(rng, d, d), mat(rng, d, d), tol=1e-12),

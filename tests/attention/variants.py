@@ -44,9 +44,13 @@ POINTWISE: dict[str, Build] = {
     "linear": LinearAttention,
     "exponential": ExponentialAttention,
 }
+
+
+def masked(build: Build) -> Build:
+    return lambda A, V: MaskedAttention(build(A, V))
+
+
 MASKED: dict[str, Build] = {
-    f"masked-{name}": (lambda A, V, build=build: MaskedAttention(build(A, V)))
-    for name, build in (NORMALISED | POINTWISE).items()
-    if name != "sinkhorn"
+    f"masked-{name}": masked(build) for name, build in (NORMALISED | POINTWISE).items() if name != "sinkhorn"
 }
 ALL = NORMALISED | POINTWISE | MASKED

@@ -606,6 +606,19 @@ def test_local_bound_of_l2_attention_keeps_the_cross_term():
         assert _norm(attention, X, w) <= bounds.local_upper_bound(attention, DiscreteMeasure(X, w)).value
 
 
+def test_local_bound_at_the_kink_of_relu():
+    # skew A: the logit of a token with itself is 0 up to rounding, and either slope occurs nearby
+    rng = np.random.default_rng(19)
+    for _ in range(40):
+        B = rng.standard_normal((3, 3))
+        attention = ReLUAttention(B - B.T, rng.standard_normal((2, 3)))
+        X = np.repeat(rng.standard_normal((1, 3)), 3, axis=0)
+        upper = bounds.local_upper_bound(attention, X).value
+        for Y in (X, X + 1e-9 * rng.standard_normal(X.shape), X * (1 + 1e-9)):
+            fields = np.linalg.norm(attention.field_jacobian(Y, Y), ord=2, axis=(1, 2)).max()
+            assert max(_norm(attention, Y), float(fields)) <= upper * (1 + 1e-7)  # Y differs from X by 1e-9
+
+
 # the table, the crossover, the hypotheses
 
 

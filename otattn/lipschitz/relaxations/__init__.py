@@ -1,4 +1,4 @@
-"""Relaxations: upper bounds found by convex programs and certified in numpy, independent of any solver's status."""
+"""Relaxations: upper bounds found by convex programs, certified in numpy whatever the solver said."""
 
 from otattn.lipschitz.relaxations.certificate import Certificate
 from otattn.lipschitz.relaxations.column_sums import kappa

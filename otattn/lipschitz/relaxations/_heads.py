@@ -58,17 +58,15 @@ def check_domain(domain: Any, d: int) -> None:
     """A domain of R^d."""
     if not isinstance(domain, Domain):
         raise TypeError(
-            f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {type(domain).__name__}; "
-            "for tokens of norm at most R it is Ball(R)."
+            "domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received "
+            f"{type(domain).__name__}; for tokens of norm at most R it is Ball(R)."
         )
     if domain.dim is not None and domain.dim != d:
-        raise ValueError(
-            f"domain must live in dimension {d}, received {domain.dim}; check the attention's matrices."
-        )
+        raise ValueError(f"domain must live in dimension {d}, received {domain.dim}; check the attention's matrices.")
 
 
 def enclosing_round(domain: Domain, d: int) -> Round:
-    """The domain itself when it is a ball or an ellipsoid, the ball around the box's or the points' middle otherwise."""
+    """The domain itself when it is round, a ball around the middle of the box or of the points otherwise."""
     if isinstance(domain, Ball):
         return Round(domain.radius * np.eye(d), np.zeros(d), domain.radius)
     if isinstance(domain, Ellipsoid):
@@ -84,7 +82,7 @@ def enclosing_round(domain: Domain, d: int) -> Round:
 
 
 def _middle(points: Array) -> Array:
-    """A point near the centre of the smallest enclosing ball (Badoiu and Clarkson: step towards the farthest point)."""
+    """Near the centre of the smallest enclosing ball (Badoiu and Clarkson: step to the farthest point)."""
     center = np.asarray(points.mean(axis=0))
     for k in range(1, 200):
         far = points[np.linalg.norm(points - center, axis=1).argmax()]

@@ -1,23 +1,27 @@
-r"""One softmax head whose tokens move by at most rho each: intervals for its rows, and what follows for its Jacobian.
+r"""One softmax head whose tokens move by at most rho each: intervals of its rows, and of its Jacobian.
 
-Tokens ``x_i + delta_i``, ``|delta_i| <= rho``; ``a = ||A||``, ``v = ||V||``; values ``v_j = V x_j``, keys ``k_j = A^T x_j``,
-queries ``g_i = A x_i + c``, so ``|g'_i| <= G_i := |g_i| + a rho``. Primes mark the moved tokens.
+Tokens ``x_i + delta_i``, ``|delta_i| <= rho``; ``a = ||A||``, ``v = ||V||``; values ``v_j = V x_j``, keys
+``k_j = A^T x_j``, queries ``g_i = A x_i + c``, so ``|g'_i| <= G_i := |g_i| + a rho``. Primes mark the moved
+tokens.
 
 - Logits: ``(l'_ik - l'_ij) - (l_ik - l_ij) = <delta_i, k_k - k_j> + <g'_i, delta_k - delta_j>``, at most
-  ``E_ijk = rho |k_k - k_j| + 2 rho G_i`` in absolute value (0 for k = j), so ``P'_ij = 1 / sum_k e^{l'_ik - l'_ij}`` lies in
-  ``[low_ij, high_ij]``. A masked row sums over what it sees.
+  ``E_ijk = rho |k_k - k_j| + 2 rho G_i`` in absolute value (0 for k = j), so
+  ``P'_ij = 1 / sum_k e^{l'_ik - l'_ij}`` lies in ``[low_ij, high_ij]``. A masked row sums over what it sees.
 - Means: ``sum_j (P'_ij - P_ij) = 0``, and the mass that moves up (or down) is at most
-  ``h_i = min(sum high - P, sum P - low)``. So ``|sum_j (P' - P)_ij f_j|`` is at most the largest sum of ``|f_j|`` over moved
-  mass up plus that over moved mass down, capped token by token: ``moved(|f|)``. It bounds the shift of the mean of f
-  (f centred at its mean under P), to which moving the tokens adds at most ``||f's matrix|| rho``.
-- Second moments: ``sum_j (P' - P)_j f_j f_j^T`` is a difference of PSD matrices, so ``lambda_max(Cov_{P'}(f)) <=
-  lambda_max(Cov_P(f)) + up(|f|^2)``; also the interval simplex bounds. Moving the tokens changes a standard
-  deviation by at most ``||f's matrix|| rho``.
-- ``Cov(f, h)`` of two features: ``sum (P' - P) f h^T - dm_f dm_h^T``, at most ``moved(|f| |h|) + moved(|f|) moved(|h|)``; or,
-  for ``V Cov(x) A``, v a times ``max(up(|x|^2), down(|x|^2) + moved(|x|)^2)``. Moving the tokens adds
+  ``h_i = min(sum high - P, sum P - low)``. So ``|sum_j (P' - P)_ij f_j|`` is at most the largest sum of
+  ``|f_j|`` over moved mass up plus that over moved mass down, capped token by token: ``moved(|f|)``. It
+  bounds the shift of the mean of f (f centred at its mean under P), to which moving the tokens adds at most
+  ``||f's matrix|| rho``.
+- Second moments: ``sum_j (P' - P)_j f_j f_j^T`` is a difference of PSD matrices, so
+  ``lambda_max(Cov_{P'}(f)) <= lambda_max(Cov_P(f)) + up(|f|^2)``; also the interval simplex bounds. Moving
+  the tokens changes a standard deviation by at most ``||f's matrix|| rho``.
+- ``Cov(f, h)`` of two features: ``sum (P' - P) f h^T - dm_f dm_h^T``, at most
+  ``moved(|f| |h|) + moved(|f|) moved(|h|)``; or, for ``V Cov(x) A``, v a times
+  ``max(up(|x|^2), down(|x|^2) + moved(|x|)^2)``. Moving the tokens adds
   ``sd(f) |dh| + sd(h) |df| + |df| |dh|``.
 
-Blocks of the Jacobian: ``D_ij = P_ij (V + (v_j - o_i) g_i^T) + [i = j] F_i``, ``o_i = sum_j P_ij v_j``, ``F_i = Cov_i(v, k)``.
+Blocks of the Jacobian: ``D_ij = P_ij (V + (v_j - o_i) g_i^T) + [i = j] F_i``, ``o_i = sum_j P_ij v_j``,
+``F_i = Cov_i(v, k)``.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from otattn._linalg import spectral_norm_upper
 from otattn.lipschitz.relaxations._quadratic import EPS
 from otattn.lipschitz.relaxations.interval_simplex import threshold_bounds
 
-__all__ = ["IntervalHead", "interval_head", "best_thresholds"]
+__all__ = ["IntervalHead", "best_thresholds", "interval_head"]
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -42,7 +46,7 @@ _CANDIDATES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
 
 @dataclass(frozen=True, eq=False)
 class IntervalHead:
-    """Rows of P with their intervals, tokens, queries, values and keys (all ``(n, .)``), and the norms of A and V."""
+    """Rows of P with intervals, tokens, queries, values, keys (each ``(n, .)``), the norms of A and V."""
 
     P: Array
     low: Array
@@ -66,7 +70,7 @@ class IntervalHead:
         return np.asarray(feature[None] - (self.P @ feature)[:, None])
 
     def _moved_mass(self, caps: Array, weights: Array) -> Array:
-        """Row by row, the largest ``sum_j q_j w_j`` over ``0 <= q <= caps`` with ``sum q`` at most the mass that moves."""
+        """Row by row the largest ``sum_j q_j w_j``, ``0 <= q <= caps``, ``sum q`` at most the mass that moves."""
         half = np.minimum((self.high - self.P).sum(axis=1), (self.P - self.low).sum(axis=1))
         order = np.argsort(-weights, axis=1)
         filled = np.minimum(np.cumsum(np.take_along_axis(caps, order, axis=1), axis=1), half[:, None])
@@ -132,7 +136,7 @@ class IntervalHead:
         k = np.linalg.norm(self.centred(self.keys), axis=2)
         dv, dk = self.v * self.rho, self.a * self.rho
         weights = self.moved(y * k) + self.moved(y) * self.moved(k)
-        # for ||V|| ||A|| times the change of the tokens' covariance, up and down do not add: both parts are PSD
+        # for the tokens' covariance, times ||V|| ||A||, up and down do not add: both parts are PSD
         x = np.linalg.norm(self.centred(self.tokens), axis=2)
         plain = np.maximum(self.up(x**2), self.down(x**2) + self.moved(x) ** 2)
         weights = np.minimum(weights, self.v * self.a * plain)

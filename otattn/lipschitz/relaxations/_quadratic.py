@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import LinAlgError, cholesky, eigh
+from scipy.sparse.linalg import eigsh
 
 from otattn._linalg import symmetrize
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve
 
-__all__ = ["EPS", "box_multipliers", "box_sdp_constraint", "quadratic_sup", "row_span", "triangular"]
+__all__ = ["EPS", "box_multipliers", "box_sdp_constraint", "quadratic_sup", "row_span", "top_eigenvalue", "triangular"]
 
 Array = NDArray[np.float64]
 EPS = float(np.finfo(np.float64).eps)
@@ -18,12 +20,12 @@ _REDUCE_FROM = 48  # below this dimension the reduction costs more than it saves
 
 
 def quadratic_sup(H: Array, b: Array, diagonal: Array | None = None) -> float:
-    r"""An upper bound of ``sup z^T H z + b^T z`` over ``|z| <= 1``, or over ``|z_k| <= 1`` with ``diagonal`` multipliers.
+    r"""Upper bound of ``sup z^T H z + b^T z`` over ``|z| <= 1``, or over ``|z_k| <= 1`` with ``diagonal``.
 
-    For ``Q = Diag(t) - H > 0``, ``t >= 0``, the supremum is at most ``sum t + b^T Q^{-1} b / 4`` on the box, and
-    ``tau + b^T Q^{-1} b / 4`` with ``t = tau`` constant on the ball (where the best tau is exact). On the box the given
-    multipliers are shifted by the best common constant, which also repairs infeasible ones. Eigenvalues are taken
-    lower by their backward error.
+    For ``Q = Diag(t) - H > 0``, ``t >= 0``, the supremum is at most ``sum t + b^T Q^{-1} b / 4`` on the
+    box, and ``tau + b^T Q^{-1} b / 4`` with ``t = tau`` constant on the ball (where the best tau is exact).
+    On the box the given multipliers are shifted by the best common constant, which also repairs infeasible
+    ones. Eigenvalues are taken lower by their backward error.
     """
     k = len(b)
     H = symmetrize(H)
@@ -58,17 +60,15 @@ def quadratic_sup(H: Array, b: Array, diagonal: Array | None = None) -> float:
         t = high
     with np.errstate(divide="ignore"):
         value = float(given.sum()) * box + cost * t + float(np.sum(weight[live] / (w[live] + t)))
-    size = (
-        float(np.abs(given).sum()) * box + cost * (abs(t) + margin) + float(np.linalg.norm(b)) * np.sqrt(cost)
-    )
+    size = float(np.abs(given).sum()) * box + cost * (abs(t) + margin) + float(np.linalg.norm(b)) * np.sqrt(cost)
     return value + 16.0 * k * EPS * size
 
 
 def row_span(*blocks: Array) -> tuple[Array | None, float]:
-    """Orthonormal basis ``(k, r)`` of the rows of the blocks, and a bound of the Frobenius norm of what it misses.
+    """Orthonormal basis ``(k, r)`` of the rows of the blocks, and a bound of the norm of what it misses.
 
-    None in small dimension, or when the rows span nearly everything. A random range finder, doubled until the rest is
-    rounding; the rest is measured, so nothing depends on luck.
+    None in small dimension, or when the rows span nearly everything. A random range finder, doubled until
+    the rest is rounding; the rest is measured, so nothing depends on luck.
     """
     stack = np.concatenate(blocks)
     m, k = stack.shape
@@ -88,9 +88,33 @@ def row_span(*blocks: Array) -> tuple[Array | None, float]:
     return None, 0.0
 
 
+def top_eigenvalue(G: Array) -> tuple[float, float]:
+    """Square roots of the largest eigenvalue of a PSD matrix and of an upper bound of it.
+
+    Large matrices: an eigenvalue from Lanczos (from below), and a Cholesky factor of ``bound I - G`` as the proof that
+    nothing exceeds the bound, which is much cheaper than all eigenvalues.
+    """
+    k, trace = len(G), float(np.trace(G))
+    if k > 300 and trace > 0.0:
+        start = np.random.default_rng(0).standard_normal(k)
+        low = float(eigsh(G, k=1, v0=start, return_eigenvectors=False)[0])
+        # a completed factorisation proves the matrix PSD up to (k + 1) eps times its trace
+        for excess in (1e-10, 1e-8, 1e-6):
+            bound = low * (1.0 + excess)
+            gap = -G
+            gap[np.diag_indices(k)] += bound
+            try:
+                cholesky(gap, lower=True, overwrite_a=True, check_finite=False)
+            except LinAlgError:
+                continue
+            return float(np.sqrt(low)), float(np.sqrt(bound + 2.0 * (k + 2) * EPS * (k * bound + trace)))
+    top = max(0.0, float(eigh(G, eigvals_only=True, subset_by_index=[k - 1, k - 1])[0]))
+    return float(np.sqrt(top)), float(np.sqrt(top + 16.0 * np.sqrt(k) * EPS * trace))
+
+
 def triangular(M: Array) -> Array:
     """A matrix with the Gram matrix of ``M`` and at most as many rows as columns."""
-    return M if M.shape[0] <= M.shape[1] else np.linalg.qr(M, mode="r")
+    return M if M.shape[0] <= M.shape[1] else np.asarray(np.linalg.qr(M, mode="r"))
 
 
 def box_sdp_constraint(diagonal: Any, H: Any, b: Any, offset: Any) -> Any:

@@ -12,7 +12,7 @@ from scipy.optimize import minimize_scalar
 from otattn import _validate as check
 from otattn.errors import CertificateError
 
-__all__ = ["Proposal", "cvxpy_solve", "scalar_search"]
+__all__ = ["Proposal", "cvxpy_solve", "scalar_search", "scalar_value"]
 
 _ITERATION_OPTION = {"CLARABEL": "max_iter", "SCS": "max_iters"}
 
@@ -68,3 +68,8 @@ def cvxpy_solve(problem: Any, solver: str, max_iter: int | None = None) -> Propo
         raise CertificateError(f"{name} gave no multipliers (status {problem.status}); try another solver.")
     value = problem.value
     return Proposal(name, str(problem.status), float("nan") if value is None else float(value))
+
+
+def scalar_value(variable: Any) -> float:
+    """The value of a scalar cvxpy variable."""
+    return float(variable.value)

@@ -19,19 +19,17 @@ Array = NDArray[np.float64]
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], float]
 
 ROUNDING = 1e-12
-"""Relative margin between the value reported and the value proved: another BLAS may round the recheck differently."""
+"""Relative margin of the value over what is proved: another BLAS may round the recheck differently."""
 
 _DUAL_FUNCTIONS: dict[str, DualFunction] = {}
 
 
 def dual_function(name: str) -> Callable[[DualFunction], DualFunction]:
-    """Register the dual function of a relaxation: ``(problem, multipliers) -> proved upper bound``, numpy only."""
+    """Register a relaxation's dual function ``(problem, multipliers) -> proved upper bound``, numpy only."""
 
     def register(function: DualFunction) -> DualFunction:
         if name in _DUAL_FUNCTIONS:
-            raise ValueError(
-                f"name must be new, received {name!r}, which is registered already; choose another."
-            )
+            raise ValueError(f"name must be new, received {name!r}, which is registered already; choose another.")
         _DUAL_FUNCTIONS[name] = function
         return function
 
@@ -131,8 +129,11 @@ def certify(
     witness: Any = None,
     details: Mapping[str, Any] | None = None,
     residuals: Mapping[str, float] | None = None,
+    proved: float | None = None,
 ) -> Certificate:
     """The certificate whose value is the dual function at ``multipliers``, whatever the solver claimed.
+
+    ``proved`` is that value when the caller has just evaluated it on the same data.
 
     Raises
     ------
@@ -141,7 +142,10 @@ def certify(
     """
     data = {key: _stored(value) for key, value in problem.items()}
     duals = {key: check.frozen(np.array(value, dtype=np.float64)) for key, value in multipliers.items()}
-    proved = _evaluate(_DUAL_FUNCTIONS[relaxation], relaxation, data, duals)
+    if proved is None:
+        proved = _evaluate(_DUAL_FUNCTIONS[relaxation], relaxation, data, duals)
+    if not np.isfinite(proved):
+        raise CertificateError(f"the multipliers of {relaxation!r} prove no finite bound (received {proved}).")
     value = proved * (1.0 + ROUNDING)
     return Certificate(
         value=value,
@@ -169,7 +173,7 @@ def multiplier(
     positive: bool = False,
     sign: bool = False,
 ) -> Array:
-    """The multiplier ``name``, checked for its shape, for finiteness, and for being positive or non-negative (sign)."""
+    """The multiplier ``name``: finite, of this shape, positive, or non-negative (``sign``)."""
     value = multipliers.get(name)
     if value is None or value.shape != shape or not np.isfinite(value).all():
         received = "none" if value is None else f"shape {value.shape}"
@@ -182,18 +186,14 @@ def multiplier(
     return value
 
 
-def _evaluate(
-    function: DualFunction, name: str, problem: Mapping[str, Any], multipliers: Mapping[str, Array]
-) -> float:
+def _evaluate(function: DualFunction, name: str, problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     try:
         with np.errstate(all="ignore"):
             value = float(function(problem, multipliers))
     except (KeyError, ValueError, TypeError, np.linalg.LinAlgError) as exc:
         raise CertificateError(f"the dual function of {name!r} rejects its multipliers: {exc}") from exc
     if not np.isfinite(value) or value < 0:
-        raise CertificateError(
-            f"the multipliers of {name!r} prove no finite bound (their dual value is {value})."
-        )
+        raise CertificateError(f"the multipliers of {name!r} prove no finite bound (their dual value is {value}).")
     return value
 
 

@@ -33,7 +33,7 @@ from otattn.lipschitz.relaxations._quadratic import (
     quadratic_sup,
     row_span,
 )
-from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search
+from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
 from otattn.measures import Box, Domain
 
@@ -44,9 +44,7 @@ Array = NDArray[np.float64]
 _LOW, _HIGH = 0.125, 12.0
 
 
-def kappa(
-    attention: Any, domain: Domain, *, solver: str | None = None, max_iter: int | None = None
-) -> Certificate:
+def kappa(attention: Any, domain: Domain, *, solver: str | None = None, max_iter: int | None = None) -> Certificate:
     r"""Certified bound of ``kappa = max_{x, y} <A x + c, y - x>``, the logarithm of the largest column sum.
 
     ``int k(x, y) dmu(x) <= e^kappa`` for every measure on the domain. Exact (to rounding) on balls without
@@ -88,8 +86,8 @@ def kappa(
     head = softmax_head(attention, "kappa")
     if head.causal:
         raise ValueError(
-            "attention must not be masked for column sums, received MaskedAttention: its rows sum over different "
-            "sets, and T_j <= e^kappa fails for it; pass the unmasked head if that is what you mean."
+            "attention must not be masked for column sums, received MaskedAttention: its rows sum over "
+            "different sets, and T_j <= e^kappa fails for it; pass the unmasked head if that is what you mean."
         )
     check_domain(domain, head.d)
     if isinstance(domain, Box):
@@ -146,12 +144,10 @@ def _round_sdp(A: Array, c: Array, solver: str, max_iter: int | None) -> tuple[f
 
     k = len(c)
     nu, tau, offset = cp.Variable(), cp.Variable(nonneg=True), cp.Variable()
-    constraint = box_sdp_constraint(
-        tau * np.ones(k), nu * (A.T @ A) - symmetrize(A), 2.0 * nu * (A.T @ c) - c, offset
-    )
+    constraint = box_sdp_constraint(tau * np.ones(k), nu * (A.T @ A) - symmetrize(A), 2.0 * nu * (A.T @ c) - c, offset)
     objective = 0.25 * cp.inv_pos(nu) + nu * float(c @ c) + tau + offset
     proposal = cvxpy_solve(cp.Problem(cp.Minimize(objective), [constraint]), solver, max_iter)
-    return float(nu.value), proposal
+    return scalar_value(nu), proposal
 
 
 @dual_function("column_sums/box")

@@ -1,13 +1,15 @@
 r"""Multi-head attention: one constant from one bound a head.
 
-With ``Gamma = sum_h W_h Gamma^(h)`` and value matrices ``V_h`` let ``U_h = W_h V_h``, and let ``c_h`` bound the derivative
-``J_h`` of head h with its value matrix replaced by the identity. For every s > 0 of sum at most 1,
+With ``Gamma = sum_h W_h Gamma^(h)`` and value matrices ``V_h`` let ``U_h = W_h V_h``, and let ``c_h`` bound
+the derivative ``J_h`` of head h with its value matrix replaced by the identity. For every s > 0 of sum at
+most 1,
 
 .. math:: \Bigl\| \sum_h U_h J_h \Bigr\|^2 \le \Bigl\| \sum_h \frac{U_h J_h J_h^T U_h^T}{s_h} \Bigr\|
           \le \lambda_{\max}\Bigl( \sum_h \frac{c_h^2\, U_h U_h^T}{s_h} \Bigr)
 
-(``(sum_h a_h)(sum_h a_h)^T <= sum_h a_h a_h^T / s_h`` is Cauchy-Schwarz; the U_h act on tokens one by one). The best s is
-a convex problem in H variables, with dual ``max_Y sum_h c_h sqrt(tr(U_h U_h^T Y))`` over ``Y >= 0``, ``tr Y = 1``.
+(``(sum_h a_h)(sum_h a_h)^T <= sum_h a_h a_h^T / s_h`` is Cauchy-Schwarz; the U_h act on tokens one by one).
+The best s is a convex problem in H variables, with dual ``max_Y sum_h c_h sqrt(tr(U_h U_h^T Y))`` over
+``Y >= 0``, ``tr Y = 1``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from scipy.linalg import eigh
 
 from otattn._linalg import lambda_max_upper, spectral_norm
 from otattn.attention import MaskedAttention, MultiHeadAttention
+from otattn.errors import CertificateError
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.relaxations._quadratic import EPS, triangular
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve
@@ -111,14 +114,14 @@ def multihead(
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     G = problem["G"]
     s = multiplier(multipliers, "s", (len(G),), sign=True)
+    if abs(float(s.sum()) - 1.0) > 1e-9:
+        raise CertificateError(f"multiplier 's' must lie on the simplex, received a sum of {s.sum():g}.")
     live = np.trace(G, axis1=1, axis2=2) > 0
     total = float(s[live].sum()) * (1.0 + len(G) * EPS)
     if not live.any():
         return 0.0
-    # s times a constant changes sum(s) * sum(G / s) not at all: dividing by the sum repairs the simplex
-    return float(problem["scale"]) * math.sqrt(
-        _value(G[live], s[live] / total) * (1.0 + 32.0 * G.shape[1] * EPS)
-    )
+    # heads of zero weight give their share to the others
+    return float(problem["scale"]) * math.sqrt(_value(G[live], s[live] / total) * (1.0 + 32.0 * G.shape[1] * EPS))
 
 
 def _value(G: Array, s: Array) -> float:

@@ -1,20 +1,22 @@
-r"""Largest covariance over an interval simplex, ``max lambda_max(Cov_p(y))`` over ``l <= p <= u``, ``sum p = 1``.
+r"""Largest covariance over an interval simplex: ``lambda_max(Cov_p(y))``, ``l <= p <= u``, ``sum p = 1``.
 
-For a unit vector v, ``Var_p <v, y> <= sum_j p_j <v, y_j - b>^2`` for every centre b. With ``Y_j = (y_j - b)(y_j - b)^T``,
-``U = v v^T`` and ``U_j = p_j U`` that is at most
+For a unit vector v, ``Var_p <v, y> <= sum_j p_j <v, y_j - b>^2`` for every centre b. With
+``Y_j = (y_j - b)(y_j - b)^T``, ``U = v v^T`` and ``U_j = p_j U`` that is at most
 
-.. math:: \max \sum_j \operatorname{tr}(Y_j U_j), \quad l_j U \preceq U_j \preceq u_j U, \ \sum_j U_j = U, \ \operatorname{tr} U = 1.
+.. math:: \max \sum_j \operatorname{tr}(Y_j U_j),
+          \quad l_j U \preceq U_j \preceq u_j U, \ \sum_j U_j = U, \ \operatorname{tr} U = 1.
 
 Dual: for every symmetric N and all ``L_j >= 0`` with ``L_j >= N - Y_j``,
 
 .. math:: \lambda_{\max}\bigl( N + \sum_j u_j (Y_j - N) + \sum_j (u_j - l_j) L_j \bigr)
 
 is an upper bound: ``Y_j - N = (Y_j - N + L_j) - L_j``, both parts PSD, so
-``sum_j tr(Y_j U_j) = tr(N U) + sum_j tr((Y_j - N) U_j) <= tr(N U) + sum_j u_j tr((Y_j - N + L_j) U) - l_j tr(L_j U)``.
+``sum_j tr(Y_j U_j) = tr(N U) + sum_j tr((Y_j - N) U_j)`` is at most
+``tr(N U) + sum_j u_j tr((Y_j - N + L_j) U) - l_j tr(L_j U)``.
 
 A cheap family, one scalar: ``N = eta I`` with the spectral parts for L_j gives, with ``yhat = y/|y|``,
-``eta (1 - sum l) + lambda_max( sum_j [ l_j min(eta, |y_j|^2) + u_j (|y_j|^2 - eta)_+ ] yhat_j yhat_j^T )`` for every
-``eta >= 0``; it is exact for d = 1 (the linear program's dual).
+``eta (1 - sum l) + lambda_max( sum_j [ l_j min(eta, |y_j|^2) + u_j (|y_j|^2 - eta)_+ ] yhat_j yhat_j^T )``
+for every ``eta >= 0``; it is exact for d = 1 (the linear program's dual).
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ def interval_simplex(
     Returns
     -------
     Certificate
-        Multipliers ``N`` (d, d) and ``L`` (n, d, d). ``details["attained"]`` is the covariance's norm that an ascent
-        over the weights reached. Costs 2 n matrix inequalities of size d: seconds for n = 32, d = 8.
+        Multipliers ``N`` (d, d) and ``L`` (n, d, d). ``details["attained"]`` is the covariance's norm that
+        an ascent over the weights reached. Costs 2 n matrix inequalities of size d: seconds for n = 32, d =
+        8.
 
     Raises
     ------
@@ -83,8 +86,9 @@ def interval_simplex(
     high = check.vector(upper, "upper", size=len(y))
     if (low < 0).any() or (low > high).any() or low.sum() > 1 + 1e-12 or high.sum() < 1 - 1e-12:
         raise ValueError(
-            "lower and upper must satisfy 0 <= lower <= upper and sum(lower) <= 1 <= sum(upper), received sums "
-            f"{low.sum():g} and {high.sum():g}, least lower {low.min():g}, largest lower - upper {(low - high).max():g}."
+            "lower and upper must satisfy 0 <= lower <= upper and sum(lower) <= 1 <= sum(upper), received "
+            f"sums {low.sum():g} and {high.sum():g}, least lower {low.min():g}, largest lower - upper "
+            f"{(low - high).max():g}; widen the interval."
         )
     high = np.minimum(high, 1.0)
     spread = high - low
@@ -120,7 +124,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     N = symmetrize(multiplier(multipliers, "N", (d, d)))
     L = symmetrize(multiplier(multipliers, "L", (n, d, d)))
     gaps = y[:, :, None] * y[:, None, :] - N
-    # the least shift that makes L_j and L_j + Y_j - N positive semi-definite, by more than the eigenvalues' error
+    # the least shift that makes L_j and L_j + Y_j - N PSD, by more than the error of the eigenvalues
     size = 1.0 + float(np.abs(N).sum()) + np.abs(L).sum(axis=(1, 2))
     least = np.minimum(np.linalg.eigvalsh(L)[:, 0], np.linalg.eigvalsh(L + gaps)[:, 0])
     shift = np.maximum(0.0, -least) + 8.0 * d * EPS * size
@@ -129,9 +133,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     return float(problem["scale"] * max(0.0, value + 8.0 * (n + d) * EPS * float(high @ size)))
 
 
-def _sdp(
-    y: Array, low: Array, high: Array, solver: str, max_iter: int | None
-) -> tuple[Array, Array, Proposal]:
+def _sdp(y: Array, low: Array, high: Array, solver: str, max_iter: int | None) -> tuple[Array, Array, Proposal]:
     import cvxpy as cp
 
     n, d = y.shape
@@ -163,7 +165,7 @@ def _attained(y: Array, low: Array, high: Array, start: Array) -> float:
 
 
 def threshold_bounds(y: Array, low: Array, high: Array, eta: Array) -> Array:
-    """The one-scalar bounds of a batch: ``y (m, n, d)``, ``low, high (m, n)``, ``eta (m,)`` non-negative; ``(m,)``.
+    """One-scalar bounds of a batch: ``y (m, n, d)``, ``low, high (m, n)``, ``eta (m,)`` >= 0; returns ``(m,)``.
 
     The entries of ``y`` are differences to any centre, the same within each of the m problems.
     """
@@ -178,6 +180,4 @@ def threshold_bounds(y: Array, low: Array, high: Array, eta: Array) -> Array:
     k, d = y.shape[-2:]
     gram = np.swapaxes(scaled, -1, -2) @ scaled if d <= k else scaled @ np.swapaxes(scaled, -1, -2)
     top = np.linalg.eigvalsh(gram)[:, -1] * (1.0 + 8.0 * (k + d) * EPS)
-    return np.asarray(
-        eta * np.maximum(0.0, 1.0 - low.sum(axis=1) * (1.0 - 4 * k * EPS)) + np.maximum(top, 0.0)
-    )
+    return np.asarray(eta * np.maximum(0.0, 1.0 - low.sum(axis=1) * (1.0 - 4 * k * EPS)) + np.maximum(top, 0.0))

@@ -46,8 +46,8 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.errors import CertificateError
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.relaxations._cells import boxes, maximise
-from otattn.lipschitz.relaxations.certificate import certify, dual_function
+from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
+from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
 from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, spread_region, unit_head
 from otattn.measures.domains import Domain
 
@@ -140,10 +140,11 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Cells of ``(rho, theta)``, and the multipliers ``nodes (4, count)`` = rho, theta, alpha, mu to try on them."""
+    """Cells of ``(rho, theta)``, and a table of multipliers ``alpha, mu (rho nodes, theta nodes)`` to start from on them."""
 
     rows: _Rows
-    nodes: Array
+    alpha: Array
+    mu: Array
 
     def corner(self, lo: Array, hi: Array) -> tuple[Array, Array, Array, Array]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
@@ -154,19 +155,33 @@ class _Search:
         return k, e1, e2, np.clip(1 - r0**2, 0.0, max(0, self.rows.n - 2) * e2**2)
 
     def bound(self, lo: Array, hi: Array) -> Array:
-        """Logarithm of the bound of each cell, with the multipliers of the nearest nodes and close to them."""
+        """Logarithm of the bound of each cell, with the table's multipliers improved by a few steps of each."""
         k, e1, e2, rem = self.corner(lo, hi)
-        middle = 0.5 * (lo + hi)
-        distance = ((middle[:, :, None] - self.nodes[:2, None, :]) ** 2).sum(axis=0)
-        nearest = np.argsort(distance, axis=1, kind="stable")[:, :3]
-        value = np.full(e1.shape, np.inf)
-        for column in nearest.T:
-            alpha, mu = self.nodes[2:, column]
-            for factor in (0.85, 1.0, 1.2) if self.rows.n > 2 else (1.0,):
-                value = np.minimum(value, self.rows.total(k, e1, e2, rem, alpha, factor * mu))
+        alpha, mu = self.start(0.5 * (lo + hi))
+        value = self.rows.total(k, e1, e2, rem, alpha, mu)
+        for step in (1.3, 1.1, 1.04) if self.rows.n > 2 else (1.3,):
+            for fa, fm in ((1 / step, 1.0), (step, 1.0), (1.0, 1 / step), (1.0, step), (0.0, 1.0)):
+                other = self.rows.total(k, e1, e2, rem, fa * alpha, fm * mu)
+                better = other < value
+                value = np.where(better, other, value)
+                alpha, mu = np.where(better, fa * alpha, alpha), np.where(better, fm * mu, mu)
         # the other norms cannot hold what the two largest leave
         empty = 1 - hi[0] ** 2 > (self.rows.n - 2) * e2**2 * (1 + 1e-12) + 1e-12
         return np.where(empty, -np.inf, np.log(value))
+
+    def start(self, points: Array) -> tuple[Array, Array]:
+        """The table's multipliers at ``points (2, count)``, bilinear (the bound is convex in both at a fixed point)."""
+        low = _least_rho(self.rows.n)
+        x = np.clip((points[0] - low) / max(1 - low, 1e-300), 0.0, 1.0) * (len(self.mu) - 1)
+        y = np.clip(points[1] / (math.pi / 4), 0.0, 1.0) * (self.mu.shape[1] - 1)
+        i, j = (np.clip(z.astype(int), 0, max(size - 2, 0)) for z, size in ((x, len(self.mu)), (y, self.mu.shape[1])))
+        u, v = x - i, y - j
+        i1 = np.minimum(i + 1, len(self.mu) - 1)
+        mixed = [
+            (1 - u) * ((1 - v) * t[i, j] + v * t[i, j + 1]) + u * ((1 - v) * t[i1, j] + v * t[i1, j + 1])
+            for t in (self.alpha, self.mu)
+        ]
+        return mixed[0], mixed[1]
 
     def multipliers(self, points: Array) -> Array:
         """Good ``alpha, mu`` at ``points (2, count)``; the bound is convex in both, and a grid is refined around its best."""
@@ -205,18 +220,23 @@ def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> _Rows
     return _Rows(gamma, spread, head.trace_sigma / head.v, n, column_sum(n, head.kappa), int(problem["atoms"]))
 
 
-def _prove(search: _Search, tol: float) -> Any:
-    low = math.sqrt(2 / search.rows.n) * (1 - 1e-14)
-    rho = np.linspace(low, 1.0, 9) if search.rows.n > 2 else np.ones(2)
+def _least_rho(n: int) -> float:
+    """The two largest of n squares of sum 1 have a sum of at least 2/n."""
+    return math.sqrt(2 / n) * (1 - 1e-14)
+
+
+def _prove(search: _Search, tol: float) -> Maximum:
+    rho = np.linspace(_least_rho(search.rows.n), 1.0, 9) if search.rows.n > 2 else np.ones(2)
     return maximise(search.bound, *boxes(rho, np.linspace(0.0, math.pi / 4, 9)), tol=tol, max_cells=_CELLS)
 
 
 @dual_function("joint")
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    nodes = multipliers["nodes"]
-    if nodes.ndim != 2 or len(nodes) != 4 or nodes.shape[1] == 0 or not (nodes[2:] >= 0).all():
-        raise CertificateError("nodes must be rows rho, theta, alpha >= 0, mu >= 0; run the search again.")
-    found = _prove(_Search(_rows(problem, multipliers), nodes), float(problem["tol"]))
+    shape = multipliers["mu"].shape
+    if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
+        raise CertificateError(f"mu must be a table of at least (1, 2) entries, received shape {shape}.")
+    alpha, mu = (multiplier(multipliers, name, shape, sign=True) for name in ("alpha", "mu"))
+    found = _prove(_Search(_rows(problem, multipliers), alpha, mu), float(problem["tol"]))
     return float(problem["v"]) * math.exp(0.5 * found.value) * (1 + 1e-12)
 
 
@@ -237,7 +257,7 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     Returns
     -------
     Certificate
-        Multipliers: those of S2 (``nu``, ``gap``) and ``nodes (4, m)``, the multipliers alpha and mu by ``(rho, theta)``.
+        Multipliers: those of S2 (``nu``, ``gap``), and tables of alpha and mu over ``(rho, theta)``.
 
     Examples
     --------
@@ -260,22 +280,16 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     family = SelfLogit.default(head)
     multipliers = {"nu": family.nu, "gap": family.gap}
     rows = _rows(problem, multipliers)
-    low = math.sqrt(2 / count)
-    rho = np.linspace(low, 1.0, 7) if count > 2 else np.ones(1)
-    points = np.array([x.ravel() for x in np.meshgrid(rho, np.linspace(0.0, math.pi / 4, 7))])
-    nodes = np.vstack([points, _Search(rows, points).multipliers(points)])
-    found = _prove(_Search(rows, nodes), problem["tol"])
-    for _ in range(3):
-        spot = 0.5 * (found.lo + found.hi)[:, None]
-        nodes_new = np.hstack([nodes, np.vstack([spot, _Search(rows, nodes).multipliers(spot)])])
-        again = _prove(_Search(rows, nodes_new), problem["tol"])
-        gain, nodes, found = found.value - again.value, nodes_new, again
-        if gain < 0.3 * problem["tol"]:
-            break
+    rho = np.linspace(_least_rho(count), 1.0, 11) if count > 2 else np.ones(1)
+    grid = np.meshgrid(rho, np.linspace(0.0, math.pi / 4, 11), indexing="ij")
+    blank = np.zeros((1, 2))
+    table = _Search(rows, blank, blank).multipliers(np.array([x.ravel() for x in grid]))
+    alpha, mu = (x.reshape(grid[0].shape) for x in table)
+    found = _prove(_Search(rows, alpha, mu), problem["tol"])
     return certify(
         "joint",
         problem=problem,
-        multipliers={**multipliers, "nodes": nodes},
+        multipliers={**multipliers, "alpha": alpha, "mu": mu},
         source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + problem["tol"] else "cells exhausted",

@@ -2,13 +2,15 @@ r"""The Jacobian of softmax attention over all configurations near a given one.
 
 For tokens X and every X' with ``|x'_i - x_i| <= rho``, ``||D_{X'} f||`` is at most the least of
 
-- perturbation: ``||D_X f|| + || [b_ij] ||``, ``b_ij`` bounds of the norms of the blocks of ``D_{X'} f - D_X f``;
+- perturbation: ``||D_X f|| + || [b_ij] ||``, ``b_ij`` bounds of the norms of the blocks of
+  ``D_{X'} f - D_X f``;
 - direct: Cauchy-Schwarz over the intervals in which the rows of P' lie (T2b with intervals);
 - global: a bound on a domain that contains the ball, when the caller has one.
 
-The intervals, and the proofs of the block bounds, are in :mod:`otattn.lipschitz.relaxations._interval_head`. By the mean
-value inequality the result bounds ``|f(X') - f(X'')| / |X' - X''|`` on this convex set of configurations. For several
-heads the block bounds, and the direct bounds, add up.
+The intervals, and the proofs of the block bounds, are in
+:mod:`otattn.lipschitz.relaxations._interval_head`. By the mean value inequality the result bounds
+``|f(X') - f(X'')| / |X' - X''|`` on this convex set of configurations. For several heads the block bounds,
+and the direct bounds, add up.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.linalg import eigh
 from scipy.sparse.linalg import svds
 
 from otattn import _validate as check
@@ -26,7 +27,7 @@ from otattn._linalg import spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.relaxations._interval_head import IntervalHead, best_thresholds, interval_head
-from otattn.lipschitz.relaxations._quadratic import EPS, row_span, triangular
+from otattn.lipschitz.relaxations._quadratic import EPS, row_span, top_eigenvalue, triangular
 from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
 from otattn.measures import Ball, as_discrete
 
@@ -36,9 +37,7 @@ Array = NDArray[np.float64]
 _DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
 
 
-def local_ball(
-    attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | float | None = None
-) -> Certificate:
+def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | float | None = None) -> Certificate:
     r"""Certified bound of ``||D_{X'} f||`` over all tokens X' with ``|x'_i - x_i| <= rho``.
 
     Parameters
@@ -50,17 +49,18 @@ def local_ball(
     rho : float
         How far each token may move; 0 gives the local constant.
     global_bound : Bound or float, optional
-        An upper bound that holds on a domain containing the ball, such as ``lipschitz_upper_bound`` for this n. Then the
-        result is never worse; a float, or a Bound whose domain is not a Ball, is trusted to cover it.
+        An upper bound that holds on a domain containing the ball, such as ``lipschitz_upper_bound`` for
+        this n. Then the result is never worse; a float, or a Bound whose domain is not a Ball, is trusted
+        to cover it.
 
     Returns
     -------
     Certificate
-        Multipliers: the thresholds of the interval simplex bounds, ``values`` and ``keys`` ``(heads, n)``. ``details`` hold
-        ``perturbation``, ``direct``, ``global``, ``branch`` (the least of them), ``local_value`` (attained at X) and
-        ``local_upper``, what the perturbation branch starts from: the same norm rounded outward for up to 2048 rows (or
-        columns) of the Jacobian on the span of the heads, the direct bound at X beyond. Costs n^3 operations and
-        arrays of n^2 (d + e) numbers.
+        Multipliers: the thresholds of the interval simplex bounds, ``values`` and ``keys`` ``(heads, n)``.
+        ``details`` hold ``perturbation``, ``direct``, ``global``, ``branch`` (the least of them),
+        ``local_value`` (attained at X) and ``local_upper``, what the perturbation branch starts from: the
+        same norm rounded outward for up to 2048 rows (or columns) of the Jacobian on the span of the heads,
+        the direct bound at X beyond. Costs n^3 operations and arrays of n^2 (d + e) numbers.
 
     Raises
     ------
@@ -82,8 +82,8 @@ def local_ball(
     mu = as_discrete(X)
     if not mu.is_uniform:
         raise ValueError(
-            f"X must be tokens of equal weights, received weights from {mu.weights.min():g} to {mu.weights.max():g}; "
-            "give the tokens as an (n, d) array, repeated as often as they occur."
+            f"X must be tokens of equal weights, received weights from {mu.weights.min():g} to "
+            f"{mu.weights.max():g}; give the tokens as an (n, d) array, repeated as often as they occur."
         )
     tokens = check.points(mu.points, "X", dim=heads[0][0].shape[0])
     radius = check.positive(rho, "rho", zero=True)
@@ -108,6 +108,7 @@ def local_ball(
         n=mu.n,
         witness=global_bound if branch == "global" else mu,
         details={"branch": branch, **parts},
+        proved=parts[branch],
     )
 
 
@@ -156,12 +157,11 @@ def _jacobian_norm(heads: list[IntervalHead]) -> tuple[float, float] | None:
     n, e, d = len(heads[0].P), heads[0].values.shape[1], heads[0].g.shape[1]
     if n * min(e, d) > _DENSE_LIMIT:
         return None
-    J = sum(head.jacobian() for head in heads)
+    J = heads[0].jacobian()
+    for head in heads[1:]:
+        J += head.jacobian()
     gram = J @ J.T if e <= d else J.T @ J
-    last = len(gram) - 1
-    top = float(eigh(gram, eigvals_only=True, subset_by_index=[last, last])[0])
-    top = max(0.0, top)
-    return float(np.sqrt(top)), float(np.sqrt(top + 8.0 * (n * (e + d)) ** 0.5 * EPS * float(np.trace(gram))))
+    return top_eigenvalue(gram)
 
 
 def _attained(attention: Any, tokens: Array) -> float:
@@ -188,23 +188,18 @@ def _heads(attention: Any) -> tuple[list[tuple[Array, Array, Array]], bool]:
                 f"attention must be made of softmax heads, received {type(head).__name__}; "
                 "for other variants see local_lipschitz and lipschitz_upper_bound."
             )
-    out = [
-        (h.A, h.V if W is None else W @ h.V, np.zeros(h.in_dim) if h.bias is None else h.bias)
-        for h, W in parts
-    ]
+    out = [(h.A, h.V if W is None else W @ h.V, np.zeros(h.in_dim) if h.bias is None else h.bias) for h, W in parts]
     return out, causal
 
 
 def _on_span(heads: list[tuple[Array, Array, Array]], tokens: Array) -> tuple[Array, Array, Array, Array]:
-    """The heads and tokens on the span that the heads see, and values up to an isometry: norms do not change."""
+    """Heads and tokens on the span that the heads see, values up to an isometry: norms do not change."""
     A, V, c = (np.stack(part) for part in zip(*heads, strict=True))
     scaled = [M / max(float(np.linalg.norm(M)), 1e-300) for M in (*A, *np.swapaxes(A, 1, 2), *V, *c[:, None])]
     basis, _ = row_span(*scaled)  # what it misses is of the size of the rounding of A and V
     if basis is not None:
         A, V, c, tokens = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis
-    stack = np.concatenate(
-        list(np.swapaxes(V, 1, 2))
-    )  # a common isometry of the outputs: rotate onto their span
+    stack = np.concatenate(list(np.swapaxes(V, 1, 2)))  # a common isometry of the outputs: rotate onto their span
     return A, np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2), c, tokens
 
 
@@ -216,9 +211,7 @@ def _global_value(bound: Bound | float | None, tokens: Array, rho: float) -> flo
     if bound.kind != "upper" or bound.p != 2.0:
         raise ValueError(f"global_bound must be an upper bound of order 2, received {bound!r}.")
     if bound.n is not None and bound.n != len(tokens):
-        raise ValueError(
-            f"global_bound must hold for n = {len(tokens)} tokens, received one for n = {bound.n}."
-        )
+        raise ValueError(f"global_bound must hold for n = {len(tokens)} tokens, received one for n = {bound.n}.")
     reach = float(np.linalg.norm(tokens, axis=1).max()) + rho
     if isinstance(bound.domain, Ball) and reach > bound.domain.radius * (1.0 + 1e-12):
         raise ValueError(

@@ -8,7 +8,8 @@ Lambert's function (the maximum over pi). The logits are ``<g, x>``, ``g = A x_i
 ``lambda_max(C) <= ||E||^2 (1 - |m_z|^2)`` and ``|m_z| >= (<h, z_i> - tau_n)_+ / |h|``,
 ``|h| <= ||E|| |g|``; hence
 
-.. math:: W := \sup |g|^2 \lambda_{\max}(C) \le \sup_{|z| \le 1} \|E\|^2 |g(z)|^2 - \bigl((\langle h(z), z\rangle - \tau_n)_+\bigr)^2 .
+.. math:: W := \sup |g|^2 \lambda_{\max}(C) \le
+          \sup_{|z| \le 1} \|E\|^2 |g(z)|^2 - \bigl((\langle h(z), z\rangle - \tau_n)_+\bigr)^2 .
 
 Masked rows see at most n tokens, their own included, so all of this holds for them. The dual: the square is
 ``-(u_+)^2 = min_{nu >= 0} nu^2 - 2 nu u``, so for every ``nu >= 0`` what remains is a quadratic in z over
@@ -45,7 +46,7 @@ from otattn.lipschitz.relaxations._quadratic import (
     row_span,
     triangular,
 )
-from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search
+from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
 from otattn.measures import Box, Domain
 
@@ -165,7 +166,7 @@ def _certificate(
         problem=problem,
         multipliers={"nu": [nu], "diagonal": diagonal} if problem["box"] else {"nu": [nu]},
         source={
-            "self_entropy": "self-token entropy (own theorem): dual of sup ||E||^2|g|^2 - ((<h,z> - tau)_+)^2",
+            "self_entropy": "self-token entropy (own theorem): sup of ||E||^2|g|^2 - ((<h,z> - tau)_+)^2",
             "row_constant": "row constant (own theorems): min(phi, sqrt(1 + W), 1 + sqrt(W/2))",
         }[name],
         solver=proposal.solver,
@@ -178,7 +179,7 @@ def _certificate(
 
 
 def _normalised_problem(head: SoftmaxHead, domain: Domain, tau: float) -> tuple[dict[str, Any], float]:
-    """``radius |g(z)|`` and ``<h(z), z>`` as ``|G z + G_0|`` and ``z^T S z + h^T z``, both at most one, and the radius."""
+    """``radius |g(z)|`` as ``|G z + g0|``, ``<h(z), z>`` as ``z^T S z + h^T z``, scaled to one; the radius."""
     box = isinstance(domain, Box)
     if isinstance(domain, Box):
         r = domain.half_widths
@@ -196,9 +197,7 @@ def _normalised_problem(head: SoftmaxHead, domain: Domain, tau: float) -> tuple[
     c, slack = G.T @ g0, 0.0
     if box:
         # |z| may reach radius / min(r), but |E z| stays below the radius
-        top = (
-            radius * (radius * spectral_norm(head.A) + float(np.linalg.norm(head.A @ center + head.c))) / unit
-        )
+        top = radius * (radius * spectral_norm(head.A) + float(np.linalg.norm(head.A @ center + head.c))) / unit
     else:
         basis, slack = row_span(G, S, h[None], c[None])
         if basis is not None:
@@ -227,7 +226,7 @@ def _sdp(problem: Mapping[str, Any], solver: str, max_iter: int | None) -> tuple
     objective = cp.square(nu) + 2.0 * tau * nu + problem["constant"] + cp.sum(diagonal) + offset
     proposal = cvxpy_solve(cp.Problem(cp.Minimize(objective), [constraint]), solver, max_iter)
     # the solver may leave the sign of nu to rounding
-    return max(0.0, float(nu.value)), np.broadcast_to(diagonal.value, k).astype(np.float64), proposal
+    return max(0.0, scalar_value(nu)), np.broadcast_to(np.asarray(diagonal.value), k).astype(float), proposal
 
 
 def _phi(t: float) -> float:
