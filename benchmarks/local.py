@@ -22,8 +22,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import statistics
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,33 +99,25 @@ class Clock:
         return Reading(value, steps, time.perf_counter() - self.wall, time.process_time() - self.cpu)
 
 
-class Peak:
-    """The growth of the resident memory of the process, sampled every 5 ms."""
-
-    def __enter__(self) -> Peak:
-        self.base = self.top = _resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.005):
-            self.top = max(self.top, _resident())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.top = max(self.top, _resident())
-
-    @property
-    def grown(self) -> int:
-        return self.top - self.base
+def peak_of(name: str, method: str) -> int:
+    """Bytes by which the resident set grows over one run in a process of its own (torch: three steps)."""
+    command = [sys.executable, __file__, "--memory", name, method]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def _resident() -> int:
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory_child(name: str, method: str) -> None:
+    """Prints what :func:`peak_of` reads."""
+    problem = sample() if name.startswith("sample") else synthetic(int(name.removeprefix("n = ")))
+    if method.startswith("torch"):
+        power = TorchPower(problem, 0.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if method.startswith("torch"):
+        power.run(("change 1e-6",), hoisted="hoisted" in method, max_steps=3)
+    elif method.startswith("scipy"):
+        arpack(problem)
+    else:
+        ours(problem, method.removeprefix("otattn "))
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def ours(problem: Problem, precision: Any) -> Reading:
@@ -182,14 +176,14 @@ class TorchPower:
         P = self.torch.softmax(Q @ K.transpose(1, 2), dim=-1)
         return (P @ V).transpose(0, 1).reshape(n, -1) @ self.W.T
 
-    def run(self, stops: tuple[str, ...], *, hoisted: bool = False) -> dict[str, Reading]:
+    def run(self, stops: tuple[str, ...], *, hoisted: bool = False, max_steps: int = MAX_STEPS) -> dict[str, Reading]:
         """The clock at each stop (at the last step for a stop that is never reached)."""
         torch, clock = self.torch, Clock()
         v = torch.randn(self.X.shape, generator=torch.Generator().manual_seed(0))
         v /= v.norm()
         pull = torch.func.vjp(self.attention, self.X)[1] if hoisted else None
         before, found = 0.0, {}
-        for step in range(1, MAX_STEPS + 1):
+        for step in range(1, max_steps + 1):
             # output 1 of jvp is the tangent (output 0 is the value)
             u = torch.func.jvp(self.attention, (self.X,), (v,))[1]
             sigma = float(u.norm())
@@ -200,7 +194,7 @@ class TorchPower:
                 "residual 4e-5": float((w - sigma**2 * v).norm()) <= RESIDUAL * sigma**2,
             }
             for stop in stops:
-                if stop not in found and (reached[stop] or step == MAX_STEPS):
+                if stop not in found and (reached[stop] or step == max_steps):
                     found[stop] = clock.read(sigma, step)
             if len(found) == len(stops):
                 break
@@ -243,15 +237,14 @@ def measure(problem: Problem, repeats: int, *, everything: bool) -> tuple[float,
         runs.append(lambda: {f"torch, vjp hoisted, {oracle}": power.run((oracle,), hoisted=True)[oracle]})
         runs.append(lambda: {"scipy svds, float64": arpack(problem)})
     methods: dict[str, Method] = {}
-    for turn in range(repeats):
+    ours(problem, "fast")
+    power.run(stops, max_steps=2)  # the first calls load and allocate
+    for _ in range(repeats):
         for run in runs:
-            with Peak() as peak:
-                readings = run()
-            for name, reading in readings.items():
-                method = methods.setdefault(name, Method(name))
-                method.readings.append(reading)
-                if turn == 0:
-                    method.peak = peak.grown
+            for name, reading in run().items():
+                methods.setdefault(name, Method(name)).readings.append(reading)
+    for method in methods.values():
+        method.peak = peak_of(problem.name, method.name)
     return truth, list(methods.values())
 
 
@@ -336,7 +329,11 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--threads", type=int, default=2, help="of torch (otattn takes those of the BLAS)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.memory:
+        memory_child(*args.memory)
+        return
 
     import torch
 
@@ -353,7 +350,7 @@ def main() -> None:
         "",
         "Written by `python benchmarks/local.py`, whose docstring says what is timed. The runs are interleaved in one",
         "process; a ratio is the median over the rounds of (time of the method / time of otattn fast in that round).",
-        "Memory is the growth of the resident set in the first run. Steps are products with J^T J.",
+        "Memory is the growth of the resident set over one run in a process of its own. Steps are products with J^T J.",
         "",
         f"- {processor()}; torch {args.threads} threads; load of the machine at the end: {load}",
         f"- Python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}, "

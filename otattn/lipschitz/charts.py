@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -40,10 +41,14 @@ class Chart:
     offset: Array
     basis: Array
 
-    @property
+    @cached_property
     def E(self) -> Array:
         """``basis^T shape``, shape ``(r, k)``."""
         return np.asarray(self.basis.T @ self.shape)
+
+    @cached_property
+    def _inverse(self) -> Array:
+        return np.asarray(np.linalg.inv(self.E))
 
     @property
     def latent_dim(self) -> int:
@@ -110,15 +115,14 @@ class Chart:
         """Unit normals ``(..., r)`` of a sphere at ``E z``: tokens may not leave it. None for solid domains."""
         if self.kind != "sphere":
             return None
-        n = z @ np.linalg.inv(self.E)
+        n = z @ self._inverse
         return np.asarray(n / np.linalg.norm(n, axis=-1, keepdims=True))
 
     def normal_gradient(self, z: Array, pulled: Array, right: Array) -> Array:
         """Latent gradient of ``max <u, M v>`` over tangent v through the tangent spaces (``pulled = M^T u``)."""
-        inverse = np.linalg.inv(self.E)
-        n = z @ inverse
+        n = z @ self._inverse
         along = np.sum(pulled * n, axis=-1, keepdims=True) / np.sum(n * n, axis=-1, keepdims=True)
-        return np.asarray(-(along * right) @ inverse.T)
+        return np.asarray(-(along * right) @ self._inverse.T)
 
     def lift(self, z: Array) -> Array:
         """Points of the domain ``(..., d)`` from latents, strictly inside up to rounding."""

@@ -60,8 +60,9 @@ def extremal(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | Non
 def _normals(chart: Chart, mu: Any) -> Array | None:
     if chart.kind != "sphere":
         return None
-    z = (mu.points - chart.offset) @ np.linalg.pinv(chart.shape).T
-    return chart.normals(z)
+    # a sphere's chart has an invertible E in the coordinates of its hull
+    y = (mu.points - chart.offset) @ chart.basis
+    return chart.normals(np.linalg.solve(chart.E, y.T).T)
 
 
 def _tangent(v: Array, normals: Array | None) -> Array:

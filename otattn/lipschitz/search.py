@@ -47,11 +47,11 @@ def _budget(effort: Effort, forms: tuple[Form, ...], chart: Chart) -> _Budget:
     if width <= 12:
         return budget
     # the cost of an ascent grows with the cube of the width up to the dense limit: fewer and shorter ones
-    thin = 2 if width <= 40 else 4
+    thin = 2 if width <= 40 else 4 if width <= 150 else 8
     return replace(
         budget,
-        random=max(4, budget.random // thin),
-        per_pool=max(3, budget.per_pool // thin),
+        random=max(2, budget.random // thin),
+        per_pool=max(2, budget.per_pool // thin),
         short=max(12, budget.short // thin),
         survivors=max(2, budget.survivors // thin),
         long=max(40, budget.long // thin),

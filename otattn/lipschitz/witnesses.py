@@ -147,8 +147,13 @@ def _anchor_geometry(form: Form, chart: Chart, z: Array) -> tuple[Array, Array, 
     unit = h / np.maximum(top, 1e-300)[:, None]
     W = form.V @ chart.E
     across = W[None] - (unit @ W.T)[:, :, None] * unit[:, None, :]
-    gram = np.swapaxes(across, 1, 2) @ across
-    u = np.linalg.eigh(gram)[1][:, :, -1]
+    turned = np.swapaxes(across, 1, 2)
+    if W.shape[0] < W.shape[1]:
+        left = np.linalg.eigh(across @ turned)[1][:, :, -1]
+        u = (turned @ left[:, :, None])[:, :, 0]
+    else:
+        u = np.linalg.eigh(turned @ across)[1][:, :, -1]
+    u = u / np.maximum(np.linalg.norm(u, axis=1, keepdims=True), 1e-300)
     u = u - np.sum(u * unit, axis=1, keepdims=True) * unit
     size = np.linalg.norm(u, axis=1, keepdims=True)
     u = np.where(size > 1e-9, u / np.maximum(size, 1e-300), 0.0)
@@ -212,12 +217,11 @@ def field_direction(form: Form, chart: Chart, rng: np.random.Generator) -> tuple
     wv, wb = np.linalg.norm(W, 2), np.linalg.norm(B, 2)
     if wv == 0.0 or wb == 0.0:
         return 0.0, np.eye(chart.latent_dim)[0]
-    starts = [
-        np.linalg.svd(np.concatenate([t * W / wv, (1.0 - t) * B / wb]))[2][0] for t in np.linspace(0.02, 0.98, 33)
-    ]
+    GW, GB = W.T @ W, B.T @ B
+    mixtures = np.linspace(0.02, 0.98, 33 if chart.latent_dim <= 64 else 7)
+    starts = [np.linalg.eigh(t * GW / wv**2 + (1.0 - t) * GB / wb**2)[1][:, -1] for t in mixtures]
     u = np.concatenate([np.array(starts), rng.standard_normal((16, chart.latent_dim))])
     u /= np.linalg.norm(u, axis=1, keepdims=True)
-    GW, GB = W.T @ W, B.T @ B
     for _ in range(200):
         # the stationarity condition as a fixed point; a minorise-maximise step for log |Wu|^2 + log |Bu|^2
         a, b = np.sum((u @ GW) * u, axis=1), np.sum((u @ GB) * u, axis=1)

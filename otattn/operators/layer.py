@@ -20,8 +20,8 @@ Array = NDArray[Any]
 # float32 carries logits up to this size (to 1e-3), these ratios of weights, these factors
 FLOAT32_LOGIT = 1e4
 FLOAT32_WEIGHT = 1e-24
-FLOAT32_FACTOR = 1e7
-CACHED_ENTRIES = 1_000_000
+FLOAT32_FACTOR = 1e5
+CACHED_ENTRIES = 3_000_000
 """Projected tokens of at most this many entries are kept between work dtypes."""
 
 
@@ -132,27 +132,35 @@ class SoftmaxLayer:
         """Finds the factors that balance queries and keys; True when float32 holds it all."""
         self._balances: list[float] = []
         self._cache: dict[tuple[int, int], Array] = {}
+        self._centred: Array | None = None
         fits = weight_ratio >= FLOAT32_WEIGHT
         for h, m in enumerate(self._maps):
             q, k = _largest(self._part(h, 0)), _largest(self._part(h, 1))
             balance = _power_of_two(np.sqrt(q / k)) if q > 0.0 and k > 0.0 else 1.0
             self._balances.append(balance)
             fits = fits and q * k <= FLOAT32_LOGIT
-            fits = fits and max(_size(m.Wq) / balance, _size(m.Wk) * balance) <= FLOAT32_FACTOR
+            factors = (_size(m.Wq) / balance, _size(m.Wk) * balance, _largest(self._part(h, 2)) / self._value_scale)
+            fits = fits and max(factors) <= FLOAT32_FACTOR
         return fits
 
     def _part(self, h: int, which: int) -> Array:
         """Queries (0), centred keys (1) or centred values (2): softmax does not see the shift of these two."""
         if (h, which) in self._cache:
             return self._cache[h, which]
-        m = self._maps[h]
-        # differences first: no digits are lost for clouds far from the origin
-        out = (self._x - self._centre) @ (m.Wq, m.Wk, m.V)[which].T
+        m, small = self._maps[h], self.n * self.width <= CACHED_ENTRIES
+        if self._centred is None:
+            # differences first: no digits are lost for clouds far from the origin
+            x = self._x - self._centre
+            if small:
+                self._centred = x
+        else:
+            x = self._centred
+        out = x @ (m.Wq, m.Wk, m.V)[which].T
         if which == 0:
             out += m.Wq @ self._centre
             if m.bq is not None:
                 out += m.bq
-        if self.n * self.width <= CACHED_ENTRIES:
+        if small:
             self._cache[h, which] = out
         return np.asarray(out)
 
@@ -231,14 +239,17 @@ class Mixing:
 
 
 def _largest(rows: Array) -> float:
-    """The largest norm of a row."""
-    return float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max()))
+    """The largest norm of a row, scaled where squares would overflow or vanish."""
+    top = max(float(rows.max()), -float(rows.min()))
+    if top == 0.0 or 1e-140 < top < 1e140:
+        return float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max()))
+    return top * float(np.linalg.norm(rows / top, axis=1).max())
 
 
 def _size(M: Array) -> float:
     """Frobenius norm (largest entry where that overflows or vanishes): the magnitude of a matrix."""
     flat = M.reshape(-1)
-    size = float(np.sqrt(flat @ flat))
+    size = float(np.sqrt(np.dot(flat, flat)))
     return size if 1e-140 < size < 1e140 else float(np.abs(M).max())
 
 

@@ -41,12 +41,8 @@ LAYERS = {
     "plain": softmax(1),
     "factors": softmax(2, k=2),
     "heads summed": MultiHeadAttention([softmax(1), softmax(2, k=2)]),
-    "outputs": MultiHeadAttention(
-        [softmax(1), softmax(3, k=3, e=2)], outputs(4, 3, 2), output_bias=np.ones(4)
-    ),
-    "wide outputs": MultiHeadAttention(
-        [softmax(1), softmax(3, k=3, e=2), softmax(2, 2)], outputs(5, 3, 2, 3, rows=20)
-    ),
+    "outputs": MultiHeadAttention([softmax(1), softmax(3, k=3, e=2)], outputs(4, 3, 2), output_bias=np.ones(4)),
+    "wide outputs": MultiHeadAttention([softmax(1), softmax(3, k=3, e=2), softmax(2, 2)], outputs(5, 3, 2, 3, rows=20)),
     "narrow outputs": MultiHeadAttention(
         [softmax(1), softmax(3, k=3, e=2), softmax(2, 2)], outputs(5, 3, 2, 3, rows=2)
     ),
@@ -137,17 +133,13 @@ def test_adjoint_identity(name, dtype):
     left, right = float(np.vdot(g, J.jvp(x))), float(np.vdot(J.vjp(g), x))
     assert left == pytest.approx(right, rel=1e-12 if dtype == np.float64 else 1e-4)
     quadratic = float(np.vdot(x, J.gram(x)))
-    assert quadratic == pytest.approx(
-        float(np.sum(J.jvp(x) ** 2)), rel=1e-12 if dtype == np.float64 else 1e-5
-    )
+    assert quadratic == pytest.approx(float(np.sum(J.jvp(x) ** 2)), rel=1e-12 if dtype == np.float64 else 1e-5)
 
 
 def test_sequences_have_the_triangular_mask():
     layer = MASKED["masked outputs"]
     X = np.random.default_rng(3).normal(size=(N, D))
-    np.testing.assert_allclose(
-        FusedJacobian(layer, X).to_dense(), layer.jacobian(X).to_dense(), rtol=0, atol=1e-12
-    )
+    np.testing.assert_allclose(FusedJacobian(layer, X).to_dense(), layer.jacobian(X).to_dense(), rtol=0, atol=1e-12)
 
 
 def test_several_panels_and_tiles():
@@ -196,6 +188,17 @@ def test_values_of_any_size(factor):
     product = J.scaled_gram(x).ravel() * (J.scale / factor) ** 2
     plain = expected / factor
     np.testing.assert_allclose(product, plain.T @ (plain @ x.ravel()), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [1e-120, 1e-30, 1e30, 1e120])
+def test_tokens_of_any_size(size):
+    """Tokens times s and A divided by s^2 leave the Jacobian alone."""
+    rng = np.random.default_rng(13)
+    X, A, V = rng.normal(size=(N, D)), rng.normal(size=(D, D)), rng.normal(size=(3, D))
+    truth = SoftmaxAttention(A, V).jacobian(X).to_dense()
+    for dtype, tol in ((np.float64, 1e-12), (np.float32, 5e-6)):
+        J = FusedJacobian(SoftmaxAttention(A / size / size, V), size * X, dtype=dtype)
+        np.testing.assert_allclose(J.to_dense(), truth, rtol=0, atol=tol * np.abs(truth).max())
 
 
 def test_huge_logits_are_finite_and_leave_float32():

@@ -184,9 +184,7 @@ def test_synthetic_layers(name, precision):
     generic = top_singular(maps[name].jacobian(X), precision=precision)
     check(generic, maps[name].jacobian(X), truth)
     # an operator made in float32 is judged in float64 all the same
-    assert top_singular(J.astype(np.float32), precision=precision).value == pytest.approx(
-        truth, rel=result.tol
-    )
+    assert top_singular(J.astype(np.float32), precision=precision).value == pytest.approx(truth, rel=result.tol)
 
 
 def test_weighted_measure():
@@ -210,9 +208,7 @@ def test_sample_heads(head):
     fast = top_singular(FusedJacobian(attention, X))
     assert abs(fast.value - truth) <= 2e-5 * truth
     assert abs(fast.value - truth) <= fast.error_bar
-    assert top_singular(FusedJacobian(attention, X), precision="precise").value == pytest.approx(
-        truth, rel=1e-9
-    )
+    assert top_singular(FusedJacobian(attention, X), precision="precise").value == pytest.approx(truth, rel=1e-9)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -233,9 +229,7 @@ def test_every_other_attention():
     X = rng.normal(size=(7, 4))
     for layer in (L2Attention(A, A, V), SinkhornAttention(A, V, tol=1e-12)):
         J = measure_jacobian(layer, X)
-        assert top_singular(J, precision="precise").value == pytest.approx(
-            np.linalg.norm(J.to_dense(), 2), rel=1e-9
-        )
+        assert top_singular(J, precision="precise").value == pytest.approx(np.linalg.norm(J.to_dense(), 2), rel=1e-9)
 
 
 def test_float32_failure_falls_back_to_float64(monkeypatch):

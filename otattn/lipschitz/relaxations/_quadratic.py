@@ -28,6 +28,8 @@ def quadratic_sup(H: Array, b: Array, diagonal: Array | None = None) -> float:
     ones. Eigenvalues are taken lower by their backward error.
     """
     k = len(b)
+    if k == 0:
+        return 0.0
     H = symmetrize(H)
     box = diagonal is not None
     given = np.zeros(k) if diagonal is None else diagonal

@@ -34,6 +34,14 @@ def scalar_search(
     result = minimize_scalar(function, bounds=(low, high), method="bounded", options=options)
     best = min((float(result.x), low, high), key=function)
     status = "optimal" if result.success else "iteration_limit"
+    if result.success:
+        # the method resolves its argument to 1e-8 of its size, which shows at a kink: search once more around the best
+        center, width = best, 1e-6 * (high - low)
+        around = (max(low, center - width) - center, min(high, center + width) - center)
+        fine = minimize_scalar(
+            lambda x: function(center + x), bounds=around, method="bounded", options={"xatol": 1e-9 * width}
+        )
+        best = min((center + float(fine.x), center), key=function)
     return best, Proposal("scalar search", status, float(function(best)))
 
 

@@ -121,7 +121,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     if not live.any():
         return 0.0
     # heads of zero weight give their share to the others
-    return float(problem["scale"]) * math.sqrt(_value(G[live], s[live] / total) * (1.0 + 32.0 * G.shape[1] * EPS))
+    top = _value(G[live], s[live] / total) * (1.0 + 32.0 * G.shape[1] * EPS)
+    return float(problem["scale"]) * math.sqrt(top)
 
 
 def _value(G: Array, s: Array) -> float:
@@ -129,7 +130,7 @@ def _value(G: Array, s: Array) -> float:
 
 
 def _proposed(G: Array, start: Array, solver: str, max_iter: int | None) -> tuple[Array, Proposal]:
-    """Column generation: the dual restricted to a growing span of top eigenvectors, s from its solution."""
+    """Constraint generation: only the directions of a growing span of top eigenvectors count."""
     live = np.flatnonzero(np.trace(G, axis1=1, axis2=2) > 0)
     H, s = G[live], start[live] / start[live].sum()
     best, best_value = s, _value(H, s)
@@ -139,9 +140,7 @@ def _proposed(G: Array, start: Array, solver: str, max_iter: int | None) -> tupl
         D = len(span)
         _, vectors = eigh(np.einsum("h,hab->ab", 1.0 / s, H), subset_by_index=[max(0, D - 3), D - 1])
         span = np.linalg.qr(np.column_stack([span, vectors]))[0]
-        mass, proposal = _restricted(H, span, solver, max_iter)
-        s = np.maximum(mass, 1e-9 * mass.max())
-        s /= s.sum()
+        s, proposal = _restricted(H, span, solver, max_iter)
         value = _value(H, s)
         if value < best_value:
             best, best_value = s, value
@@ -153,14 +152,18 @@ def _proposed(G: Array, start: Array, solver: str, max_iter: int | None) -> tupl
 
 
 def _restricted(G: Array, span: Array, solver: str, max_iter: int | None) -> tuple[Array, Proposal]:
-    """``argmax_Y sum_h sqrt(tr(G_h Y))`` over Y supported on ``span``; returns ``sqrt(tr(G_h Y))``."""
+    """The best s when only directions in ``span`` count, and the square root of its value there."""
     import cvxpy as cp
 
     small = np.einsum("ar,hab,bs->hrs", span, G, span, optimize=True)
-    Y = cp.Variable((span.shape[1],) * 2, PSD=True)
-    objective = sum(cp.sqrt(cp.trace(M @ Y)) for M in small)
-    proposal = cvxpy_solve(cp.Problem(cp.Maximize(objective), [cp.trace(Y) == 1]), solver, max_iter)
-    return np.sqrt(np.maximum(np.einsum("hrs,rs->h", small, np.asarray(Y.value)), 1e-300)), proposal
+    s, q = cp.Variable(len(G)), cp.Variable(len(G))
+    total = sum(q[h] * (small[h] + small[h].T) / 2 for h in range(len(G)))
+    problem = cp.Problem(cp.Minimize(cp.lambda_max(total)), [cp.sum(s) <= 1, q >= cp.inv_pos(s)])
+    proposal = cvxpy_solve(problem, solver, max_iter)
+    mass = np.asarray(s.value, dtype=np.float64)
+    mass = np.maximum(mass, 1e-9 * max(float(mass.max()), 1e-9))
+    root = Proposal(proposal.solver, proposal.status, float(np.sqrt(max(0.0, proposal.value))))
+    return mass / mass.sum(), root
 
 
 def _checked(head_bounds: Sequence[Bound | float], count: int) -> tuple[Array, int | None, Any]:

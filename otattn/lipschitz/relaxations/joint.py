@@ -44,10 +44,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.errors import CertificateError
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
-from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.certificate import certify, dual_function
 from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, spread_region, unit_head
 from otattn.measures.domains import Domain
 
@@ -56,6 +55,7 @@ __all__ = ["joint"]
 Array = NDArray[np.float64]
 
 _CELLS = 20_000
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 def column_sum(n: int, kappa: float) -> float:
@@ -140,11 +140,9 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Cells of ``(rho, theta)``, and a table of multipliers ``alpha, mu (rho nodes, theta nodes)`` to start from on them."""
+    """Cells of ``(rho, theta)``."""
 
     rows: _Rows
-    alpha: Array
-    mu: Array
 
     def corner(self, lo: Array, hi: Array) -> tuple[Array, Array, Array, Array]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
@@ -155,57 +153,45 @@ class _Search:
         return k, e1, e2, np.clip(1 - r0**2, 0.0, max(0, self.rows.n - 2) * e2**2)
 
     def bound(self, lo: Array, hi: Array) -> Array:
-        """Logarithm of the bound of each cell, with the table's multipliers improved by a few steps of each."""
+        """Logarithm of the bound of each cell, with multipliers sought for it (any are valid)."""
+        n = self.rows.n
         k, e1, e2, rem = self.corner(lo, hi)
-        alpha, mu = self.start(0.5 * (lo + hi))
-        value = self.rows.total(k, e1, e2, rem, alpha, mu)
-        for step in (1.3, 1.1, 1.04) if self.rows.n > 2 else (1.3,):
-            for fa, fm in ((1 / step, 1.0), (step, 1.0), (1.0, 1 / step), (1.0, step), (0.0, 1.0)):
-                other = self.rows.total(k, e1, e2, rem, fa * alpha, fm * mu)
-                better = other < value
-                value = np.where(better, other, value)
-                alpha, mu = np.where(better, fa * alpha, alpha), np.where(better, fm * mu, mu)
-        # the other norms cannot hold what the two largest leave
-        empty = 1 - hi[0] ** 2 > (self.rows.n - 2) * e2**2 * (1 + 1e-12) + 1e-12
-        return np.where(empty, -np.inf, np.log(value))
-
-    def start(self, points: Array) -> tuple[Array, Array]:
-        """The table's multipliers at ``points (2, count)``, bilinear (the bound is convex in both at a fixed point)."""
-        low = _least_rho(self.rows.n)
-        x = np.clip((points[0] - low) / max(1 - low, 1e-300), 0.0, 1.0) * (len(self.mu) - 1)
-        y = np.clip(points[1] / (math.pi / 4), 0.0, 1.0) * (self.mu.shape[1] - 1)
-        i, j = (np.clip(z.astype(int), 0, max(size - 2, 0)) for z, size in ((x, len(self.mu)), (y, self.mu.shape[1])))
-        u, v = x - i, y - j
-        i1 = np.minimum(i + 1, len(self.mu) - 1)
-        mixed = [
-            (1 - u) * ((1 - v) * t[i, j] + v * t[i, j + 1]) + u * ((1 - v) * t[i1, j] + v * t[i1, j + 1])
-            for t in (self.alpha, self.mu)
-        ]
-        return mixed[0], mixed[1]
-
-    def multipliers(self, points: Array) -> Array:
-        """Good ``alpha, mu`` at ``points (2, count)``; the bound is convex in both, and a grid is refined around its best."""
-        k, e1, e2, rem = self.corner(points, points)
         omega = float(self.rows.omega.max())
-        slope = self.rows.peak(k, e2[:, None], np.zeros((1, 1))).max(axis=-1) / np.maximum(e2, 0.05) ** 2
-        best, alpha, mu = np.full(e1.shape, np.inf), np.zeros(e1.shape), np.zeros(e1.shape)
+        shape = e1.shape
+        start = self.rows.peak(k, e2[:, None], np.zeros((1, 1))).max(axis=-1) / np.maximum(e2, 1e-3) ** 2
+        value, alpha, log_mu = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
 
-        def attempt(a: Array, m: Array) -> None:
-            nonlocal best, alpha, mu
-            value = self.rows.total(k, e1, e2, rem, a, m)
-            better = value < best
-            best, alpha, mu = np.where(better, value, best), np.where(better, a, alpha), np.where(better, m, mu)
+        def attempt(a: Array, log_m: Array) -> Array:
+            nonlocal value, alpha, log_mu
+            found = self.rows.total(k, e1, e2, rem, a, start * np.exp(log_m) if n > 2 else np.zeros(shape))
+            better = found < value
+            value = np.where(better, found, value)
+            alpha, log_mu = np.where(better, a, alpha), np.where(better, log_m, log_mu)
+            return found
 
-        sizes = np.geomspace(1e-3, 8.0, 12) if self.rows.n > 2 else np.zeros(1)
-        for a in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0):
-            for m in sizes:
-                attempt(np.full(e1.shape, a * omega), m * slope)
-        for step in (1.5, 1.25, 1.12, 1.06, 1.03):
-            for _ in range(2):
-                for fa in (1 / step, 1.0, step):
-                    for fm in (1 / step, 1.0, step):
-                        attempt(fa * alpha, fm * mu)
-        return np.array([alpha, mu])
+        # T_n = n says nothing beyond k <= sqrt(Omega): no multiplier for it then
+        for part in (0.0, 0.35, 0.8, 1.4, 3.0) if self.rows.T < 0.97 * n else (0.0,):
+            a = np.full(shape, part * omega)
+            if n <= 2:
+                attempt(a, log_mu)
+                continue
+            # golden section: convex in mu, hence unimodal in its logarithm
+            left, right = np.full(shape, -7.0), np.full(shape, 3.0)
+            inner = [right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)]
+            f = [attempt(a, x) for x in inner]
+            for _ in range(9):
+                go_left = f[0] < f[1]
+                left, right = np.where(go_left, left, inner[0]), np.where(go_left, inner[1], right)
+                new = np.where(go_left, right - _GOLDEN * (right - left), left + _GOLDEN * (right - left))
+                found = attempt(a, new)
+                inner = [np.where(go_left, new, inner[1]), np.where(go_left, inner[0], new)]
+                f = [np.where(go_left, found, f[1]), np.where(go_left, f[0], found)]
+        for step in (0.3, 0.1, 0.03):
+            for da, dm in ((1.0, step), (1.0, -step), (1 + step, 0.0), (1 / (1 + step), 0.0)):
+                attempt(da * alpha, log_mu + dm)
+        # the other norms cannot hold what the two largest leave
+        empty = 1 - hi[0] ** 2 > (n - 2) * e2**2 * (1 + 1e-12) + 1e-12
+        return np.where(empty, -np.inf, np.log(value))
 
 
 def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> _Rows:
@@ -232,11 +218,7 @@ def _prove(search: _Search, tol: float) -> Maximum:
 
 @dual_function("joint")
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    shape = multipliers["mu"].shape
-    if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
-        raise CertificateError(f"mu must be a table of at least (1, 2) entries, received shape {shape}.")
-    alpha, mu = (multiplier(multipliers, name, shape, sign=True) for name in ("alpha", "mu"))
-    found = _prove(_Search(_rows(problem, multipliers), alpha, mu), float(problem["tol"]))
+    found = _prove(_Search(_rows(problem, multipliers)), float(problem["tol"]))
     return float(problem["v"]) * math.exp(0.5 * found.value) * (1 + 1e-12)
 
 
@@ -257,7 +239,7 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     Returns
     -------
     Certificate
-        Multipliers: those of S2 (``nu``, ``gap``), and tables of alpha and mu over ``(rho, theta)``.
+        Multipliers: those of S2 (``nu``, ``gap``). alpha and mu are sought again, cell by cell, by each recheck.
 
     Examples
     --------
@@ -276,20 +258,15 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     deep = effort == "deep"
     names = ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")
     problem = {k: getattr(head, k) for k in names}
-    problem |= {"n": count, "cells": 400 if deep else 100, "atoms": 200 if deep else 80, "tol": 2e-3 if deep else 1e-2}
+    problem |= {"n": count, "cells": 400 if deep else 80, "atoms": 200 if deep else 80, "tol": 2e-3 if deep else 6e-3}
     family = SelfLogit.default(head)
     multipliers = {"nu": family.nu, "gap": family.gap}
     rows = _rows(problem, multipliers)
-    rho = np.linspace(_least_rho(count), 1.0, 11) if count > 2 else np.ones(1)
-    grid = np.meshgrid(rho, np.linspace(0.0, math.pi / 4, 11), indexing="ij")
-    blank = np.zeros((1, 2))
-    table = _Search(rows, blank, blank).multipliers(np.array([x.ravel() for x in grid]))
-    alpha, mu = (x.reshape(grid[0].shape) for x in table)
-    found = _prove(_Search(rows, alpha, mu), problem["tol"])
+    found = _prove(_Search(rows), problem["tol"])
     return certify(
         "joint",
         problem=problem,
-        multipliers={**multipliers, "alpha": alpha, "mu": mu},
+        multipliers=multipliers,
         source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + problem["tol"] else "cells exhausted",

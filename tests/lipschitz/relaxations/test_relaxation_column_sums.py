@@ -27,7 +27,10 @@ def farthest(domain, g):
     return h / np.linalg.norm(h, axis=1, keepdims=True) @ domain.shape.T + domain.center
 
 
-def ascended(A, c, domain, rng, starts=100, steps=300):
+def ascended(A, c, domain, rng, starts=60, steps=300):
+    if isinstance(domain, Ellipsoid):  # in its own coordinates, where projections are cheap
+        E, b = domain.shape, domain.center
+        return ascended(E.T @ A @ E, E.T @ (A @ b + c), Ball(1.0, E.shape[1]), rng)
     X = domain.sample(starts, rng)
     best = 0.0
     for step in np.geomspace(1.0, 1e-3, steps):

