@@ -80,7 +80,11 @@ def main() -> None:
             f"{enclosure.upper.value:.5g} | {enclosure.ratio:.3f} | {over:.3g} | {enclosure.upper.source} | {seconds:.1f} |"
         )
         print(lines[-1], flush=True)
-    lines += ["", "| V | geometric mean of upper / lower | worst | published: geometric mean | worst |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| V | geometric mean of upper / lower | worst | published: geometric mean | worst |",
+        "|---|---|---|---|---|",
+    ]
     for values, r in ratios.items():
         p = papers[values]
         lines.append(

@@ -37,9 +37,7 @@ def as_float_array(value: Any, name: str, *, ndim: int | None = None) -> NDArray
     try:
         raw = np.asarray(value)
     except Exception as exc:
-        raise ValueError(
-            f"{name} must be an array of numbers, received {type(value).__name__} ({exc})."
-        ) from exc
+        raise ValueError(f"{name} must be an array of numbers, received {type(value).__name__} ({exc}).") from exc
     if raw.dtype.kind not in "biuf":
         raise ValueError(
             f"{name} must be an array of real numbers, received dtype {raw.dtype}; convert it to float64 first."
@@ -51,9 +49,7 @@ def as_float_array(value: Any, name: str, *, ndim: int | None = None) -> NDArray
         )
     if not np.isfinite(out).all():
         bad = int(np.size(out) - np.isfinite(out).sum())
-        raise ValueError(
-            f"{name} must be finite, received {bad} NaN or infinite entries; remove or replace them."
-        )
+        raise ValueError(f"{name} must be finite, received {bad} NaN or infinite entries; remove or replace them.")
     return out
 
 
@@ -61,28 +57,20 @@ def points(value: Any, name: str = "points", *, dim: int | None = None) -> NDArr
     """A finite ``(n, d)`` array with n >= 1 and d >= 1."""
     out = as_float_array(value, name, ndim=2)
     if out.shape[0] == 0 or out.shape[1] == 0:
-        raise ValueError(
-            f"{name} must hold at least one point of dimension at least 1, received shape {out.shape}."
-        )
+        raise ValueError(f"{name} must hold at least one point of dimension at least 1, received shape {out.shape}.")
     if dim is not None and out.shape[1] != dim:
-        raise ValueError(
-            f"{name} must have dimension {dim}, received shape {out.shape}; check the last axis."
-        )
+        raise ValueError(f"{name} must have dimension {dim}, received shape {out.shape}; check the last axis.")
     return out
 
 
-def matrix(
-    value: Any, name: str, *, shape: tuple[int | None, int | None] = (None, None)
-) -> NDArray[np.float64]:
+def matrix(value: Any, name: str, *, shape: tuple[int | None, int | None] = (None, None)) -> NDArray[np.float64]:
     """A finite, non-empty matrix; ``None`` in ``shape`` leaves that side free."""
     out = as_float_array(value, name, ndim=2)
     if 0 in out.shape:
         raise ValueError(f"{name} must be non-empty, received shape {out.shape}.")
     if any(want is not None and want != have for want, have in zip(shape, out.shape, strict=True)):
         want_text = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
-        raise ValueError(
-            f"{name} must have shape {want_text}, received {out.shape}; check it or transpose it."
-        )
+        raise ValueError(f"{name} must have shape {want_text}, received {out.shape}; check it or transpose it.")
     return out
 
 
@@ -94,20 +82,14 @@ def vector(value: Any, name: str, *, size: int | None = None) -> NDArray[np.floa
     return out
 
 
-def check_weights(
-    value: Any, n: int, name: str = "weights", *, normalise: bool = False
-) -> NDArray[np.float64]:
+def check_weights(value: Any, n: int, name: str = "weights", *, normalise: bool = False) -> NDArray[np.float64]:
     """Non-negative weights of sum one, renormalised to rounding; ``normalise`` accepts any positive mass."""
     w = vector(value, name, size=n)
     if (w < 0).any():
-        raise ValueError(
-            f"{name} must be non-negative, received a smallest entry of {w.min():g}; drop or clip it."
-        )
+        raise ValueError(f"{name} must be non-negative, received a smallest entry of {w.min():g}; drop or clip it.")
     scale = float(w.max())
     if scale == 0.0:
-        raise ValueError(
-            f"{name} must have positive mass, received a sum of 0; give at least one positive weight."
-        )
+        raise ValueError(f"{name} must have positive mass, received a sum of 0; give at least one positive weight.")
     total = float((w / scale).sum()) * scale
     if not normalise and abs(total - 1.0) > WEIGHT_SUM_TOL:
         raise ValueError(
@@ -136,9 +118,7 @@ def positive(value: Any, name: str, *, zero: bool = False) -> float:
     except (TypeError, ValueError) as exc:
         raise ValueError(f"{name} must be a number, received {value!r}.") from exc
     if not np.isfinite(out) or out < 0 or (out == 0 and not zero):
-        raise ValueError(
-            f"{name} must be finite and {'non-negative' if zero else 'positive'}, received {value!r}."
-        )
+        raise ValueError(f"{name} must be finite and {'non-negative' if zero else 'positive'}, received {value!r}.")
     return out
 
 

@@ -82,37 +82,27 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     report = command("report", _report, "The main job: one report on a layer, with pictures.")
-    report.add_argument(
-        "--out", required=True, metavar="DIR", help="directory for report.md, report.json and PNGs"
-    )
-    report.add_argument(
-        "--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)"
-    )
+    report.add_argument("--out", required=True, metavar="DIR", help="directory for report.md, report.json and PNGs")
+    report.add_argument("--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)")
     report.add_argument("--json", action="store_true", help="also print the JSON content")
 
-    stability = command(
-        "stability", _stability, "Stability constants W_p(F(mu), F(nu)) / W_p(mu, nu) of each head."
-    )
-    stability.add_argument(
-        "--p", type=float, default=2.0, help="order of the distance, in [1, inf] (default 2)"
-    )
+    stability = command("stability", _stability, "Stability constants W_p(F(mu), F(nu)) / W_p(mu, nu) of each head.")
+    stability.add_argument("--p", type=float, default=2.0, help="order of the distance, in [1, inf] (default 2)")
     stability.add_argument("--pairs", type=_positive, default=50, help="number of pairs (default 50)")
     stability.add_argument("--n", type=_positive, default=32, help="tokens a measure (default 32)")
-    stability.add_argument(
-        "--masked", action="store_true", help="causal attention in the conditional distance"
-    )
+    stability.add_argument("--masked", action="store_true", help="causal attention in the conditional distance")
     stability.add_argument("--json", action="store_true", help="print JSON")
     stability.add_argument("--out", metavar="DIR", help="also write stability.json there")
 
     local = command("local", _local, "Local Lipschitz constants of each head at its tokens.")
-    local.add_argument(
-        "--n", type=_positive, nargs="+", default=None, help="numbers of tokens (default 8 16 ... 128)"
-    )
+    local.add_argument("--n", type=_positive, nargs="+", default=None, help="numbers of tokens (default 8 16 ... 128)")
     local.add_argument("--adversarial", action="store_true", help="also search adversarial tokens of the same norm")
     local.add_argument("--json", action="store_true", help="print JSON")
     local.add_argument("--out", metavar="DIR", help="also write local.json there (and local.png with --adversarial)")
 
-    bounds = command("bounds", _bounds, "Published and own bounds against n, with witnessed lower bounds and the ratio.")
+    bounds = command(
+        "bounds", _bounds, "Published and own bounds against n, with witnessed lower bounds and the ratio."
+    )
     bounds.add_argument("--head", type=int, default=0, help="head of the layer (default 0)")
     bounds.add_argument("--radius", type=float, default=None, help="token radius R (default: largest token norm)")
     bounds.add_argument("--n", type=_positive, nargs="+", default=[8, 64, 512], help="numbers of tokens")
@@ -151,9 +141,7 @@ def _report(options: argparse.Namespace) -> None:
     if options.json:
         print(to_json(data))
     else:
-        print(
-            f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s"
-        )
+        print(f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s")
 
 
 def _emit(options: argparse.Namespace, name: str, data: dict[str, Any], lines: list[str]) -> None:
@@ -186,9 +174,7 @@ def _stability(options: argparse.Namespace) -> None:
             progress=False,
         )
         best, median = study.best, study.quantile(0.5)
-        records.append(
-            {"head": h, "largest": best.value, "certified_lower": best.certified_lower, "median": median}
-        )
+        records.append({"head": h, "largest": best.value, "certified_lower": best.certified_lower, "median": median})
         lines.append(f"{h:>4} {best.certified_lower:>10.4g} {best.value:>10.4g} {median:>10.4g}")
     p: float | str = "inf" if options.p == float("inf") else options.p
     data = {"p": p, "n": sampler.n, "pairs": options.pairs, "masked": options.masked, "heads": records}
@@ -202,9 +188,7 @@ def _local(options: argparse.Namespace) -> None:
     length = layer.hidden_states.shape[1]
     sizes = options.n or [n for n in (8, 16, 32, 64, 128) if n <= length] or [length]
     growth = local_growth(layer.heads, layer.hidden_states, n_values=sizes, progress=not options.quiet)
-    lines = [
-        f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes) + (" exponent" if len(sizes) > 1 else "")
-    ]
+    lines = [f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes) + (" exponent" if len(sizes) > 1 else "")]
     for h in range(len(layer.heads)):
         row = f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in growth.values[h].mean(axis=0))
         if len(sizes) > 1:

@@ -46,10 +46,7 @@ def imported_rooms(path: pathlib.Path) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} uses a relative import"
-            names = [
-                f"{node.module}.{alias.name}" if node.module == "otattn" else node.module
-                for alias in node.names
-            ]
+            names = [f"{node.module}.{alias.name}" if node.module == "otattn" else node.module for alias in node.names]
         rooms |= {name.split(".")[1] for name in names if name.startswith("otattn.")}
         # the base package itself is the public interface, which no room may lean on
         if isinstance(node, ast.Import) and any(alias.name == "otattn" for alias in node.names):

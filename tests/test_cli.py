@@ -21,9 +21,7 @@ def small_layer(tmp_path: pathlib.Path) -> list[str]:
     return ["--tokens", str(tmp_path / "tokens.npy"), "--weights", str(tmp_path / "layer.npz"), "--quiet"]
 
 
-def test_report_writes_its_files(
-    small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_report_writes_its_files(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
     assert main(["report", *small_layer, "--out", str(out), "--pairs", "4"]) == 0
     assert "report.md" in capsys.readouterr().out
@@ -46,10 +44,7 @@ def test_report_writes_its_files(
 def test_report_is_reproducible(small_layer: list[str], tmp_path: pathlib.Path) -> None:
     contents = []
     for k in range(2):
-        assert (
-            main(["report", *small_layer, "--out", str(tmp_path / str(k)), "--pairs", "3", "--seed", "7"])
-            == 0
-        )
+        assert main(["report", *small_layer, "--out", str(tmp_path / str(k)), "--pairs", "3", "--seed", "7"]) == 0
         data = json.loads((tmp_path / str(k) / "report.json").read_text(encoding="utf-8"))
         data.pop("seconds")
         contents.append(data)

@@ -68,9 +68,7 @@ def read_npz(
     file = _existing(path)
     with _one_error(file, "an .npz file of plain arrays"):
         if not zipfile.is_zipfile(file):
-            raise _Refused(
-                f"{file} must be an .npz file, received something else; write it with numpy.savez."
-            )
+            raise _Refused(f"{file} must be an .npz file, received something else; write it with numpy.savez.")
         out: dict[str, NDArray[Any]] = {}
         left = max_bytes
         with zipfile.ZipFile(file) as archive:
@@ -79,9 +77,7 @@ def read_npz(
                 if name == member.filename or (keys is not None and name not in keys):
                     continue
                 if name in out:
-                    raise _Refused(
-                        f"{file} must name each array once, received {name!r} twice; write it again."
-                    )
+                    raise _Refused(f"{file} must name each array once, received {name!r} twice; write it again.")
                 with archive.open(member) as stream:
                     out[name] = _read_array(stream, f"{name!r} in {file}", member.file_size, left, max_bytes)
                 left -= out[name].nbytes
@@ -100,9 +96,7 @@ def read_npy(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDArra
 def _existing(path: str | PathLike[str]) -> Path:
     file = Path(path)
     if not file.exists():
-        raise FileNotFoundError(
-            f"{file} must be an existing file, received a path where there is none; check it."
-        )
+        raise FileNotFoundError(f"{file} must be an existing file, received a path where there is none; check it.")
     if not file.is_file():
         raise ValueError(f"{file} must be a file, received a directory or a device; name the file in it.")
     return file
@@ -132,31 +126,21 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], boo
 def _read_array(stream: IO[bytes], name: str, size: int, left: int, limit: int) -> NDArray[Any]:
     """One array; its header is compared with the bytes there are before any memory is taken."""
     if size > left + 2**16:  # the header comes on top
-        raise _Refused(
-            f"the arrays must take at most {limit} bytes together, received {size} for {name}; read less."
-        )
+        raise _Refused(f"the arrays must take at most {limit} bytes together, received {size} for {name}; read less.")
     version = npy.read_magic(stream)
     if version not in _HEADERS:
-        raise _Refused(
-            f"{name} must be in npy format 1.0 or 2.0, received {version}; save it with a current numpy."
-        )
+        raise _Refused(f"{name} must be in npy format 1.0 or 2.0, received {version}; save it with a current numpy.")
     shape, fortran_order, dtype = _HEADERS[version](stream)
     if dtype.hasobject:
-        raise _Refused(
-            f"{name} must be an array of numbers, received pickled objects, which are never loaded."
-        )
+        raise _Refused(f"{name} must be an array of numbers, received pickled objects, which are never loaded.")
     if dtype.itemsize == 0 or min(shape, default=1) < 0:
         raise _Refused(f"{name} must be an array of numbers, received dtype {dtype} and shape {shape}.")
     need = math.prod(shape) * dtype.itemsize
     if need > size:
-        raise _Refused(
-            f"{name} must hold {need} bytes for shape {shape}, received {size}; the file is damaged."
-        )
+        raise _Refused(f"{name} must hold {need} bytes for shape {shape}, received {size}; the file is damaged.")
     data = stream.read(need)
     if len(data) != need:
-        raise _Refused(
-            f"{name} must hold {need} bytes for shape {shape}, received {len(data)}; the file is cut off."
-        )
+        raise _Refused(f"{name} must hold {need} bytes for shape {shape}, received {len(data)}; the file is cut off.")
     stream.read(io.DEFAULT_BUFFER_SIZE)  # reaching the end makes zipfile compare the checksum
     flat = np.frombuffer(data, dtype=dtype)
     return flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)

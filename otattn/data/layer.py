@@ -62,9 +62,7 @@ class SampleLayer:
         """The first ``n`` tokens of a window (all of them by default), shape ``(n, d)``."""
         count, length, _ = self.hidden_states.shape
         if count == 0:
-            raise ValueError(
-                "tokens needs a layer with tokens, received one without; load it with tokens_npy."
-            )
+            raise ValueError("tokens needs a layer with tokens, received one without; load it with tokens_npy.")
         w = check.count(window, "window", least=0)
         size = length if n is None else check.count(n, "n")
         if w >= count or size > length:
@@ -79,9 +77,7 @@ class SampleLayer:
         return f"SampleLayer(heads={len(self.heads)}, dim={d}, windows={windows} of {length} tokens)"
 
 
-def load_layer(
-    weights_npz: str | PathLike[str], tokens_npy: str | PathLike[str] | None = None
-) -> SampleLayer:
+def load_layer(weights_npz: str | PathLike[str], tokens_npy: str | PathLike[str] | None = None) -> SampleLayer:
     r"""A layer from a user's own ``.npz`` file.
 
     Parameters
@@ -165,8 +161,7 @@ def _windows(tokens: NDArray[Any] | None, name: str, d: int) -> Array:
         out = out[None]
     if out.ndim != 3 or out.size == 0 or out.shape[2] != d:
         raise ValueError(
-            f"{name} must have shape (n, {d}) or (windows, n, {d}), received {tokens.shape}; check "
-            "it or transpose it."
+            f"{name} must have shape (n, {d}) or (windows, n, {d}), received {tokens.shape}; check it or transpose it."
         )
     return check.frozen(out)
 
@@ -191,14 +186,11 @@ def _from_weights(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ..
             "of grouped-query attention once a query head."
         )
     if V.shape[1] != Q.shape[1]:
-        raise ValueError(
-            f"value_weight must have {Q.shape[1]} columns, as query_weight has, received {V.shape}."
-        )
+        raise ValueError(f"value_weight must have {Q.shape[1]} columns, as query_weight has, received {V.shape}.")
     for key, W in (("query_weight", Q), ("value_weight", V)):
         if len(W) % h:
             raise ValueError(
-                f"{key} must have a multiple of num_heads = {h} rows, received shape {W.shape}; "
-                "correct num_heads."
+                f"{key} must have a multiple of num_heads = {h} rows, received shape {W.shape}; correct num_heads."
             )
     biases: list[list[Array | None]] = []
     for key, W in zip(BIASES, (Q, K, V), strict=True):
@@ -225,9 +217,7 @@ def _from_matrices(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, .
         )
     h = len(A)
     if "num_heads" in arrays and _head_count(arrays["num_heads"]) != h:
-        raise ValueError(
-            f"num_heads must be {h}, the length of A, received {arrays['num_heads'].item()}; drop it."
-        )
+        raise ValueError(f"num_heads must be {h}, the length of A, received {arrays['num_heads'].item()}; drop it.")
     rows: dict[str, list[Array | None]] = {}
     for key, size in (("bias", A.shape[1]), ("value_bias", V.shape[1])):
         if key not in arrays:
@@ -241,9 +231,7 @@ def _from_matrices(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, .
     return tuple(SoftmaxAttention(a, v, bias=c, value_bias=b) for a, v, c, b in each)
 
 
-def _outputs(
-    arrays: dict[str, NDArray[Any]], heads: tuple[SoftmaxAttention, ...], *, summed: bool
-) -> list[Array]:
+def _outputs(arrays: dict[str, NDArray[Any]], heads: tuple[SoftmaxAttention, ...], *, summed: bool) -> list[Array]:
     """The output matrix of each head: columns of the output weight, else of an identity."""
     h, e = len(heads), heads[0].out_dim
     if "output_weight" in arrays:

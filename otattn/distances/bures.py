@@ -98,8 +98,7 @@ def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     first, second = _covariances(S1, "S1"), _covariances(S2, "S2")
     if first.shape[-1] != second.shape[-1]:
         raise ValueError(
-            f"S1 and S2 must have one size, received shapes {first.shape} "
-            f"and {second.shape}; check the last axes."
+            f"S1 and S2 must have one size, received shapes {first.shape} and {second.shape}; check the last axes."
         )
     a, b = np.broadcast_arrays(first, second)
     shape = a.shape[:-2]
@@ -207,8 +206,7 @@ def _covariances(value: ArrayLike, name: str) -> Array:
     least = np.linalg.eigvalsh(S)[..., 0]
     if (least < -PSD_TOL * size).any():
         raise ValueError(
-            f"{name} is not positive semi-definite: its least "
-            f"eigenvalue is {least.min():g}; project it first."
+            f"{name} is not positive semi-definite: its least eigenvalue is {least.min():g}; project it first."
         )
     return S
 

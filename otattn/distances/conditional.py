@@ -164,9 +164,7 @@ def conditional_wasserstein(
     if method != "exact":
         raise ValueError(f"method must be 'exact' or 'penalized', received {method!r}.")
     if penalty is not None:
-        raise ValueError(
-            "penalty belongs to method='penalized', received one with method='exact'; drop one of them."
-        )
+        raise ValueError("penalty belongs to method='penalized', received one with method='exact'; drop one of them.")
     single = _one_atom_each(mu, nu, time_tol)
     if single is not None:
         i, j, theta = single
@@ -192,9 +190,7 @@ def conditional_transport(mu: Any, nu: Any, *, p: float = 2, time_tol: float = 1
     p, mu, nu = _spacetime_pair(mu, nu, p)
     check.positive(time_tol, "time_tol", zero=True)
     times, masses, rows, cols = zip(*_slices(mu, nu, time_tol), strict=True)
-    slices = tuple(
-        transport(_condition(mu, i), _condition(nu, j), p=p) for i, j in zip(rows, cols, strict=True)
-    )
+    slices = tuple(transport(_condition(mu, i), _condition(nu, j), p=p) for i, j in zip(rows, cols, strict=True))
     theta = np.array(masses)
     value, lower, upper = _combined(theta, slices, p)
     values = check.frozen(np.array([part.value for part in slices]))
@@ -220,15 +216,12 @@ def _spacetime_pair(mu: Any, nu: Any, p: Any) -> tuple[float, SpaceTimeMeasure, 
     p, mu, nu = check.check_order(p), as_spacetime(mu, "mu"), as_spacetime(nu, "nu")
     if mu.dim != nu.dim:
         raise ValueError(
-            "mu and nu must live in one space, received dimensions "
-            f"{mu.dim} and {nu.dim}; check the last axis."
+            f"mu and nu must live in one space, received dimensions {mu.dim} and {nu.dim}; check the last axis."
         )
     return p, mu, nu
 
 
-def _one_atom_each(
-    mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float
-) -> tuple[Index, Index, Array] | None:
+def _one_atom_each(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float) -> tuple[Index, Index, Array] | None:
     """Matching orders and masses when every time holds one atom of each measure; None otherwise."""
     i, j = (np.flatnonzero(m.weights)[np.argsort(m.times[m.weights > 0], kind="stable")] for m in (mu, nu))
     if len(i) != len(j):
@@ -240,9 +233,7 @@ def _one_atom_each(
     return i, j, 0.5 * (a + b)
 
 
-def _slices(
-    mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float
-) -> Iterator[tuple[float, float, Index, Index]]:
+def _slices(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float) -> Iterator[tuple[float, float, Index, Index]]:
     """``(time, mass, atoms of mu, atoms of nu)`` for each common time, atoms of weight zero left out."""
     live = [np.flatnonzero(m.weights) for m in (mu, nu)]
     times = np.concatenate([mu.times[live[0]], nu.times[live[1]]])

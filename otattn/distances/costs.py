@@ -67,9 +67,7 @@ def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArra
     with np.errstate(over="ignore"):
         D = np.asarray(cdist(x / scale, y / scale) * scale)
     if not np.isfinite(D).all():
-        raise ValueError(
-            "distances must fit in float64, received points that are too far apart; rescale them."
-        )
+        raise ValueError("distances must fit in float64, received points that are too far apart; rescale them.")
     return D
 
 

@@ -138,9 +138,7 @@ def pivoted_factor(S: Array, tol: float) -> DoubleDouble:
         active = relative[at, pivot] > tol
         if not active.any():
             break
-        top = DoubleDouble(
-            *(np.where(active, part[at, pivot, pivot], 1.0 - j) for j, part in enumerate(rest))
-        )
+        top = DoubleDouble(*(np.where(active, part[at, pivot, pivot], 1.0 - j) for j, part in enumerate(rest)))
         root = _sqrt(top)
         column = DoubleDouble(*(np.where(active[:, None], part[at, :, pivot], 0.0) for part in rest))
         column = divide(column, DoubleDouble(root.high[:, None], root.low[:, None]))

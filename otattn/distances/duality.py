@@ -30,9 +30,7 @@ def c_transform(C: NDArray[np.float64], g: NDArray[np.float64]) -> NDArray[np.fl
     return np.where(f == 0.0, 0.0, np.nextafter(f, -np.inf))
 
 
-def feasible_pair(
-    C: NDArray[np.float64], g: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def feasible_pair(C: NDArray[np.float64], g: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Feasible potentials from ``g``: the c-transform of ``g``, then that of the result."""
     f = c_transform(C, g)
     return f, c_transform(C.T, f)

@@ -29,9 +29,7 @@ FINE = 2**64  # integers are refined by this factor, so that a division by floor
 SERVED = 2**44  # every marginal is met to this relative accuracy, 5.7e-14
 
 
-def forest_flow(
-    rows: Index, cols: Index, A: list[int], B: list[int], preference: Preference
-) -> Support | None:
+def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference: Preference) -> Support | None:
     """``(rows, cols, mass)``, rows ascending, whose marginals are ``A (n,)``, ``B (m,)`` up to rounding.
 
     Atoms that the forest serves too little, those so light that the simplex does not see them, are given
@@ -83,9 +81,7 @@ def _elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
     return steps
 
 
-def _parts(
-    steps: list[Step], cut: set[int], mass: list[int], n: int
-) -> tuple[list[int], list[int], list[int]]:
+def _parts(steps: list[Step], cut: set[int], mass: list[int], n: int) -> tuple[list[int], list[int], list[int]]:
     """The part of each node when the arcs ``cut`` are taken out, and each part's source and target mass."""
     part = list(range(len(mass)))
     for v, k, u in reversed(steps):
@@ -131,9 +127,7 @@ def _balanced_flows(steps: list[Step], cut: set[int], mass: list[int], n: int, a
     return flows
 
 
-def _serve(
-    arcs: list[tuple[int, int]], flows: list[int], mass: list[int], n: int, preference: Preference
-) -> bool:
+def _serve(arcs: list[tuple[int, int]], flows: list[int], mass: list[int], n: int, preference: Preference) -> bool:
     """Give what the forest owes: arcs (in place) from light atoms to heavy ones, where they do not count."""
     left = list(mass)
     at: list[list[int]] = [[] for _ in mass]

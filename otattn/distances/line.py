@@ -40,8 +40,6 @@ def monotone_plan(x: NDArray[np.float64], A: list[int], y: NDArray[np.float64], 
     if min(A) == max(A) and min(B) == max(B):  # whole counts of atoms: nothing was rounded
         total = sum(A)
         return np.array(rows), np.array(cols), np.array([v / total for v in flows])
-    plan = forest_flow(
-        np.array(rows), np.array(cols), A, B, lambda k, is_row: np.abs(y - x[k] if is_row else x - y[k])
-    )
+    plan = forest_flow(np.array(rows), np.array(cols), A, B, lambda k, is_row: np.abs(y - x[k] if is_row else x - y[k]))
     assert plan is not None  # the corner rule serves every atom exactly
     return plan

@@ -143,11 +143,7 @@ def extend_potentials(C: Array, rows: Index, f: Array) -> tuple[Array, Array]:
 
 def feasible(C: Array, f: Array, g: Array) -> bool:
     """``f_i + g_j <= C_ij`` to one rounding of each term."""
-    if (
-        f.shape != C.shape[:1]
-        or g.shape != C.shape[1:]
-        or not (np.isfinite(f).all() and np.isfinite(g).all())
-    ):
+    if f.shape != C.shape[:1] or g.shape != C.shape[1:] or not (np.isfinite(f).all() and np.isfinite(g).all()):
         return False
     room = C - f[:, None]
     room -= g
@@ -287,6 +283,4 @@ def transport_plan(a: ArrayLike, b: ArrayLike, cost: ArrayLike) -> OptimalPlan:
     f, g = (flow.f, flow.g) if live else extend_potentials(C, rows, flow.f)
     plan = sparse_plan(rows[flow.rows], cols[flow.cols], flow.mass, (n, m))
     value, lower, upper, _, gap = _interval(C, f, g, *support(plan))
-    return OptimalPlan(
-        value, plan, (check.frozen(f), check.frozen(g)), lower, upper, gap, status_of(gap), u, v, C
-    )
+    return OptimalPlan(value, plan, (check.frozen(f), check.frozen(g)), lower, upper, gap, status_of(gap), u, v, C)

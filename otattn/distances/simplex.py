@@ -27,9 +27,7 @@ def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Arra
     import ot  # imported late: POT looks for every array library there is
 
     scale = float(np.abs(R).max()) or 1.0  # POT compares costs with absolute tolerances
-    plan, log = ot.emd(
-        to_weights(A), to_weights(B), R / scale, numItermax=MAX_PIVOTS, log=True, center_dual=False
-    )
+    plan, log = ot.emd(to_weights(A), to_weights(B), R / scale, numItermax=MAX_PIVOTS, log=True, center_dual=False)
     if log["warning"] is not None:
         raise ConvergenceError(
             f"the network simplex must reach an optimal plan between {len(A)} and {len(B)} atoms, but "

@@ -84,9 +84,7 @@ def wasserstein(mu: Any, nu: Any, *, p: float = 2) -> float:
         else:
             value = _weighted(x, A, y, B, p)
     if not np.isfinite(value):
-        raise ValueError(
-            f"the distance must fit in float64, received points of distance {value}; rescale the points."
-        )
+        raise ValueError(f"the distance must fit in float64, received points of distance {value}; rescale the points.")
     return value
 
 
@@ -95,8 +93,7 @@ def discrete_pair(mu: Any, nu: Any, p: Any) -> tuple[float, DiscreteMeasure, Dis
     p, mu, nu = check.check_order(p), as_discrete(mu, "mu"), as_discrete(nu, "nu")
     if mu.dim != nu.dim:
         raise ValueError(
-            "mu and nu must live in one space, received dimensions "
-            f"{mu.dim} and {nu.dim}; check the last axis."
+            f"mu and nu must live in one space, received dimensions {mu.dim} and {nu.dim}; check the last axis."
         )
     return p, mu, nu
 

@@ -120,9 +120,7 @@ class EnclosureTable:
         return {"parameter": self.parameter, "rows": self.rows()}
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.parameter:>10} {'lower':>12} {'upper':>12} {'ratio':>7} {'published':>12}  upper bound by"
-        ]
+        lines = [f"{self.parameter:>10} {'lower':>12} {'upper':>12} {'ratio':>7} {'published':>12}  upper bound by"]
         for row in self.rows():
             name = "any" if row[self.parameter] is None else f"{row[self.parameter]:g}"
             paper = "-" if row["published"] is None else f"{row['published']:.5g}"
@@ -134,8 +132,7 @@ class EnclosureTable:
 
     def _repr_html_(self) -> str:
         head = "".join(
-            f"<th>{h}</th>"
-            for h in (self.parameter, "lower", "upper", "ratio", "published", "upper bound by")
+            f"<th>{h}</th>" for h in (self.parameter, "lower", "upper", "ratio", "published", "upper bound by")
         )
         body = ""
         for row in self.rows():
@@ -180,9 +177,7 @@ def enclosure_table(
         grid = [(radius, n) for n in n_values]
     else:
         grid = [(r, n_values[0]) for r in radii]
-    enclosures = tuple(
-        enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in grid
-    )
+    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in grid)
     papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in grid)
     if radii is None:
         return EnclosureTable("n", tuple(n_values), enclosures, papers)

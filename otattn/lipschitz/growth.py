@@ -54,9 +54,7 @@ def fit_exponent(n_values: ArrayLike, values: ArrayLike) -> Exponent:
     y = check.as_float_array(values, "values")
     y = y.reshape(-1, len(x))
     if len(x) < 2 or (y <= 0).any():
-        raise ValueError(
-            f"a power law needs at least 2 sizes and positive values, received {len(x)} and {y.min():g}."
-        )
+        raise ValueError(f"a power law needs at least 2 sizes and positive values, received {len(x)} and {y.min():g}.")
     y = np.log(y)
     centred = x - x.mean()
     slopes = y @ centred / (centred @ centred)

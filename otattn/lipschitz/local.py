@@ -89,9 +89,7 @@ class LocalLipschitz:
             return self.lower <= self.upper * (1 + 1e-12)
         live = self.mu.weights > 0
         J = self.attention.jacobian(self.mu.support()).reweighted(self.mu.weights[live])
-        return abs(float(np.linalg.norm(J.jvp(self.right[live]))) - self.particle) <= 1e-6 * max(
-            self.particle, 1e-300
-        )
+        return abs(float(np.linalg.norm(J.jvp(self.right[live]))) - self.particle) <= 1e-6 * max(self.particle, 1e-300)
 
     def __repr__(self) -> str:
         return (
@@ -202,7 +200,7 @@ def _splitting(attention: AttentionMap, mu: Measure) -> float:
 
 def field_norms(D: Array) -> Array:
     """Spectral norms of a stack ``(m, e, d)``: from the smaller Gram matrix where that is much smaller."""
-    m, e, d = D.shape
+    e, d = D.shape[1:]
     if max(e, d) <= 4 * min(e, d):
         return np.asarray(np.linalg.norm(D, ord=2, axis=(1, 2)))
     scale = np.abs(D).max(axis=(1, 2), keepdims=True)
@@ -239,9 +237,7 @@ def far_mass(
     """A value from below of ``sup_{y in domain} ||D_x Gamma_mu(y)||``: the best of atoms, random points and ascents."""
     measure = attention.as_measure(mu)
     if attention.causal:
-        raise ValueError(
-            "far_mass is defined for maps without a mask; a causal map compares slices of equal time."
-        )
+        raise ValueError("far_mass is defined for maps without a mask; a causal map compares slices of equal time.")
     generator = check.rng_from(rng)
     d = measure.dim
     if domain.dim is None:

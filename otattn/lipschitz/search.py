@@ -188,7 +188,7 @@ def _heat(forms: tuple[Form, ...], chart: Chart) -> float:
 def _follow_path(forms: tuple[Form, ...], chart: Chart, starts: Candidates, budget: _Budget) -> Candidates:
     """Ascend at small logits first and raise them by factors of three: cold starts fail when the logits are large."""
     heat = _heat(forms, chart)
-    factors = []
+    factors: list[float] = []
     while heat > 3.0 and len(factors) < budget.path:
         heat /= 3.0
         factors.append(3.0 ** -(len(factors) + 1.0))

@@ -51,7 +51,7 @@ class _BlockObjective:
         if normals is not None:
             gz += self.chart.normal_gradient(z[:, self.groups], batch.rmatvec(u), v)
         summed = np.zeros_like(z)
-        np.add.at(summed, (slice(None), self.groups), gz)
+        np.add.at(summed.swapaxes(0, 1), self.groups, gz.swapaxes(0, 1))
         scale = -1.0 / np.maximum(value, 1e-300)
         gradient = self.chart.pull(omega, summed).reshape(len(x), -1) * scale[:, None]
         gradient[~np.isfinite(gradient).all(axis=1) | ~(value > 0.0)] = 0.0

@@ -41,18 +41,12 @@ def upper_bounds(
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
     if isinstance(attention, SoftmaxAttention):
-        calls: list[Callable[[], Bound]] = [
-            lambda: mean_field(attention, region, p=order, effort=effort)
-        ]
+        calls: list[Callable[[], Bound]] = [lambda: mean_field(attention, region, p=order, effort=effort)]
         if n is not None and order == 2.0:
             calls.append(lambda: joint(attention, region, n, effort=effort))
         out += _attempts(calls)
-    elif isinstance(attention, MultiHeadAttention) and all(
-        isinstance(h, SoftmaxAttention) for h in attention.heads
-    ):
-        heads = [
-            upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in attention.heads
-        ]
+    elif isinstance(attention, MultiHeadAttention) and all(isinstance(h, SoftmaxAttention) for h in attention.heads):
+        heads = [upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in attention.heads]
         if order == 2.0:
             out += _attempts([lambda: multihead(attention, heads)])
     return sorted(out, key=lambda b: (b.value, float(b.details.get("log_value", 0.0))))

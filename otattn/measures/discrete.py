@@ -85,9 +85,7 @@ class DiscreteMeasure:
         """``f_# mu`` for a map ``(n, d) -> (n, e)`` applied to all atoms at once; the weights are kept."""
         y = check.points(f(self.points), "f(points)")
         if len(y) != self.n:
-            raise ValueError(
-                f"f must keep the number of points, received {len(y)} images for {self.n} atoms."
-            )
+            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
         return self._with_points(y)
 
     def _with_points(self, points: NDArray[np.float64]) -> DiscreteMeasure:

@@ -122,9 +122,7 @@ class Ellipsoid(Domain):
             if z @ z > 1.0:
                 # |z(nu)| = 1 at the multiplier nu >= 0 of |z|^2 <= 1, z(nu) = s h / (s^2 + nu)
                 top = float(np.linalg.norm(s * h))
-                nu = brentq(
-                    lambda v, h=h: float(np.sum((s * h / (s**2 + v)) ** 2) - 1.0), 0.0, top, xtol=1e-300
-                )
+                nu = brentq(lambda v, h=h: float(np.sum((s * h / (s**2 + v)) ** 2) - 1.0), 0.0, top, xtol=1e-300)
                 z = s * h / (s**2 + nu)
                 z /= max(1.0, float(np.linalg.norm(z)))
             out[i] = U @ (s * z)
@@ -153,9 +151,7 @@ class LayerNormDomain(Ellipsoid):
     def __init__(self, gain: ArrayLike, bias: ArrayLike | None = None) -> None:
         g = check.vector(gain, "gain")
         if g.size < 2:
-            raise ValueError(
-                f"gain must have at least 2 entries, received {g.size}: a centred vector of R^1 is 0."
-            )
+            raise ValueError(f"gain must have at least 2 entries, received {g.size}: a centred vector of R^1 is 0.")
         d = g.size
         basis = np.linalg.qr(np.column_stack([np.ones(d), np.eye(d)[:, : d - 1]]))[0][:, 1:]
         b = None if bias is None else check.vector(bias, "bias", size=d)
@@ -274,9 +270,7 @@ class PointSet(Domain):
         return float(np.linalg.norm(self.points @ M.T + shift, axis=1).max()) * (1 + 1e-12)
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
-        return np.asarray(
-            self.points[check.rng_from(rng).integers(len(self.points), size=check.count(n, "n"))]
-        )
+        return np.asarray(self.points[check.rng_from(rng).integers(len(self.points), size=check.count(n, "n"))])
 
 
 def _offset_norm(c: ArrayLike | None, size: int) -> float:

@@ -26,15 +26,11 @@ def check_covariance(value: Any, name: str = "cov", *, dim: int | None = None) -
     scale = float(np.abs(S).max())
     skew = float(np.abs(S - S.T).max())
     if skew > SYMMETRY_TOL * scale:
-        raise ValueError(
-            f"{name} is not symmetric: entries differ by {skew:g} from the transpose; pass (S + S.T) / 2."
-        )
+        raise ValueError(f"{name} is not symmetric: entries differ by {skew:g} from the transpose; pass (S + S.T) / 2.")
     S = symmetrize(S)
     least = float(np.linalg.eigvalsh(S)[0])
     if least < -PSD_TOL * scale:
-        raise ValueError(
-            f"{name} is not positive semi-definite: its least eigenvalue is {least:g}; project it first."
-        )
+        raise ValueError(f"{name} is not positive semi-definite: its least eigenvalue is {least:g}; project it first.")
     return S
 
 

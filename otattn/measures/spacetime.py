@@ -81,17 +81,13 @@ class SpaceTimeMeasure:
     def support(self) -> SpaceTimeMeasure:
         """The same measure without its atoms of zero weight."""
         keep = self.weights > 0
-        return (
-            self if keep.all() else SpaceTimeMeasure(self.times[keep], self.points[keep], self.weights[keep])
-        )
+        return self if keep.all() else SpaceTimeMeasure(self.times[keep], self.points[keep], self.weights[keep])
 
     def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> SpaceTimeMeasure:
         """Image under ``(t, x) -> (t, f(x))``, with f applied to all atoms at once."""
         y = check.points(f(self.points), "f(points)")
         if len(y) != self.n:
-            raise ValueError(
-                f"f must keep the number of points, received {len(y)} images for {self.n} atoms."
-            )
+            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
         return self._with_points(y)
 
     def _with_points(self, points: NDArray[np.float64]) -> SpaceTimeMeasure:

@@ -5,4 +5,12 @@ from otattn.plotting.growth import plot_crossover, plot_local_growth
 from otattn.plotting.stability import plot_stability
 from otattn.plotting.style import COLORS, save
 
-__all__ = ["COLORS", "plot_crossover", "plot_enclosure", "plot_local_growth", "plot_real_against_adversarial", "plot_stability", "save"]
+__all__ = [
+    "COLORS",
+    "plot_crossover",
+    "plot_enclosure",
+    "plot_local_growth",
+    "plot_real_against_adversarial",
+    "plot_stability",
+    "save",
+]

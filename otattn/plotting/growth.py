@@ -44,9 +44,7 @@ def plot_local_growth(
     fit = growth.mean_exponent()
     label = f"geometric mean, fitted growth n^({fit.exponent:.2f} ± {fit.standard_error:.2f})"
     ax.plot(n, mean, color=COLORS["blue"], marker="o", ms=4, lw=2, label=label)
-    for (name, values), color in zip(
-        (bounds or {}).items(), ("red", "orange", "purple", "green"), strict=False
-    ):
+    for (name, values), color in zip((bounds or {}).items(), ("red", "orange", "purple", "green"), strict=False):
         ax.plot(n, values, color=COLORS[color], ls="--", lw=1.5, label=name)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

@@ -33,9 +33,7 @@ def _curves(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     sizes = [max(1, round(10.0**x)) for x in log10_n]
     discrete = {
-        "published, n tokens": [
-            log10_of(bounds.castin2024_discrete(head, radius=radius, n=n)) for n in sizes
-        ],
+        "published, n tokens": [log10_of(bounds.castin2024_discrete(head, radius=radius, n=n)) for n in sizes],
         "ours, n tokens": [log10_of(bounds.row_bound(head, radius=radius, n=n)) for n in sizes],
     }
     ours = min(
@@ -86,9 +84,7 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
     ax.set_title(f"head 0, R = {radius:.1f}", fontsize=10)
     header = ["head", "||A|| R^2"]
     header += (
-        [f"{name.split(',')[0]}, n = {n}" for name in curves]
-        + list(levels)
-        + [f"crossover n, {k}" for k in crossings]
+        [f"{name.split(',')[0]}, n = {n}" for name in curves] + list(levels) + [f"crossover n, {k}" for k in crossings]
     )
     lines = [
         f"W_2 Lipschitz bounds on the ball of radius R = {radius:.2f}: for n = {n} tokens (grows like the square root of n), "
@@ -97,6 +93,4 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
         "",
         *table(header, rows),
     ]
-    return Section(
-        "Mean-field and discrete bounds", lines, {"radius": radius, "heads": records}, {"crossover.png": ax}
-    )
+    return Section("Mean-field and discrete bounds", lines, {"radius": radius, "heads": records}, {"crossover.png": ax})

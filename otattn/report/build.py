@@ -79,9 +79,7 @@ def _name(layer: SampleLayer) -> str:
     return "The bundled layer, layer 3 of all-MiniLM-L6-v2 on the opening of a public-domain novel"
 
 
-def write_report(
-    out: pathlib.Path, head: dict[str, Any], sections: list[Section], *, seconds: float
-) -> dict[str, Any]:
+def write_report(out: pathlib.Path, head: dict[str, Any], sections: list[Section], *, seconds: float) -> dict[str, Any]:
     """Write the three kinds of files; returns the JSON content."""
     out.mkdir(parents=True, exist_ok=True)
     lines = [

@@ -84,9 +84,10 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
         header += [f"{name}: largest (certified)", "median", "95% of the median"]
     lines = [
         f"Ratios W_p(F(mu), F(nu)) / W_p(mu, nu) over {n_pairs} pairs of runs of {sampler.n} real tokens: two different "
-        "runs, or a run and a small random perturbation of it (one percent of the largest token norm), with equal chances. The largest ratio is a lower value "
-        "of the Lipschitz constant; *certified* means the dual value of the numerator over the primal value of the "
-        "denominator. Values are in the head's value space (before the output matrix).",
+        "runs, or a run and a small random perturbation of it (one percent of the largest token norm), with equal "
+        "chances. The largest ratio is a lower value of the Lipschitz constant; *certified* means the dual value of the "
+        "numerator over the primal value of the denominator. Values are in the head's value space (before the output "
+        "matrix).",
         "",
         *table(header, rows),
     ]

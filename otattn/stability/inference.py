@@ -32,8 +32,7 @@ def evaluate(x: Array, statistic: Statistic) -> Callable[[Array], Array]:
     if isinstance(statistic, (int, float)) and not isinstance(statistic, bool) and 0.0 <= statistic <= 1.0:
         return lambda rows: np.quantile(rows, statistic, axis=-1)
     raise ValueError(
-        f'statistic must be "mean", "median", a quantile level in [0, 1] or a function, received '
-        f"{statistic!r}."
+        f'statistic must be "mean", "median", a quantile level in [0, 1] or a function, received {statistic!r}.'
     )
 
 
@@ -50,9 +49,7 @@ def bootstrap_interval(
     low, high = np.quantile(np.concatenate(values), [0.5 - level / 2, 0.5 + level / 2])
     own = float(apply(x[None])[0])
     if not np.isfinite([low, high, own]).all():
-        raise ConvergenceError(
-            f"the statistic must be finite on resamples, received {own} and [{low}, {high}]."
-        )
+        raise ConvergenceError(f"the statistic must be finite on resamples, received {own} and [{low}, {high}].")
     return min(float(low), own), max(float(high), own)
 
 

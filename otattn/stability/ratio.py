@@ -75,9 +75,7 @@ class StabilityRatio:
             There is no attention to recompute with.
         """
         if self.attention is None:
-            raise ValueError(
-                "verify needs the attention, received a ratio loaded without it; pass it to load."
-            )
+            raise ValueError("verify needs the attention, received a ratio loaded without it; pass it to load.")
         try:
             new, noise = _analyse(self.attention, self.mu, self.nu, self.p)
         except (ValueError, TypeError):
@@ -163,20 +161,15 @@ def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[M
             )
         first, second = mu, nu
     elif any(gaussian):
-        raise TypeError(
-            "mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian."
-        )
+        raise TypeError("mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian.")
     else:
         first, second = attention.as_measure(mu), attention.as_measure(nu)
         if isinstance(first, SpaceTimeMeasure) != isinstance(second, SpaceTimeMeasure):
             raise TypeError(
-                "mu and nu must be of one kind, received a space-time measure and one without "
-                "times; give both times."
+                "mu and nu must be of one kind, received a space-time measure and one without times; give both times."
             )
     if first.dim != second.dim:
-        raise ValueError(
-            f"mu and nu must live in one space, received dimensions {first.dim} and {second.dim}."
-        )
+        raise ValueError(f"mu and nu must live in one space, received dimensions {first.dim} and {second.dim}.")
     return first, second
 
 
@@ -222,8 +215,7 @@ def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[S
     value = numerator / denominator
     if not np.isfinite(value):
         raise ConvergenceError(
-            f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take "
-            "measures further apart."
+            f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take measures further apart."
         )
     noise = sum(_rounding(attention, m, image, p) for m, image in zip((mu, nu), images, strict=True))
     lower = _interval(*images, p, numerator)[0] if numerator > 0.0 else 0.0
@@ -277,6 +269,4 @@ def _parts(attention: AttentionMap) -> Iterator[AttentionMap]:
     if is_dataclass(attention):
         for field in fields(attention):
             value = getattr(attention, field.name)
-            yield from (
-                v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, AttentionMap)
-            )
+            yield from (v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, AttentionMap))

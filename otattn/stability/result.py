@@ -214,9 +214,7 @@ class StabilityStudy:
         try:
             import pandas as pd  # type: ignore[import-untyped,import-not-found,unused-ignore]
         except ImportError as exc:
-            raise ImportError(
-                "to_dataframe needs pandas, which is not installed; run: pip install pandas"
-            ) from exc
+            raise ImportError("to_dataframe needs pandas, which is not installed; run: pip install pandas") from exc
         live = self.indices
         columns = {
             "pair": live,
@@ -269,18 +267,14 @@ class StabilityStudy:
                 raise ValueError(f"format {meta['format']}")
             build, names = _FIELDS[meta["kind"]]
             mu, nu = (build(*(arrays[f"{side}_{name}"] for name in names)) for side in ("mu", "nu"))
-            terms = [
-                check.frozen(check.as_float_array(arrays[k], k, ndim=1))
-                for k in ("numerators", "denominators")
-            ]
+            terms = [check.frozen(check.as_float_array(arrays[k], k, ndim=1)) for k in ("numerators", "denominators")]
             seed = int(meta["entropy"]), tuple(int(k) for k in meta["spawn_key"])
             value, numerator, denominator, lower = (float(v) for v in meta["best"])
             best = StabilityRatio(value, numerator, denominator, lower, float(meta["p"]), attention, mu, nu)
             labels = {str(k): str(v) for k, v in meta["labels"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ValueError(
-                f"{path} must be a study written by StabilityStudy.save, but it is not, or it is "
-                f"damaged ({exc})."
+                f"{path} must be a study written by StabilityStudy.save, but it is not, or it is damaged ({exc})."
             ) from exc
         return cls(terms[0], terms[1], best, best.p, seed, attention, sampler, labels)
 

@@ -167,9 +167,7 @@ class two_dirac_pairs:
         check.count(self.dim, "dim")
         check.positive(self.radius, "radius")
         if check.positive(self.min_mass, "min_mass") > 0.5:
-            raise ValueError(
-                f"min_mass must lie in (0, 1/2], received {self.min_mass}; choose a smaller one."
-            )
+            raise ValueError(f"min_mass must lie in (0, 1/2], received {self.min_mass}; choose a smaller one.")
         if self.size is not None:
             check.positive(self.size, "size")
 
@@ -288,15 +286,12 @@ class window_pairs:
         tokens = tokens[None] if tokens.ndim == 2 else tokens
         if tokens.ndim != 3 or tokens.size == 0:
             raise ValueError(
-                "windows must have shape (w, length, d) or (length, d), received "
-                f"{np.shape(windows)}; stack them."
+                f"windows must have shape (w, length, d) or (length, d), received {np.shape(windows)}; stack them."
             )
         if check.count(n, "n") > tokens.shape[1]:
             raise ValueError(f"n must be at most the length {tokens.shape[1]} of a window, received {n}.")
         if tokens.shape[0] == 1 and n == tokens.shape[1]:
-            raise ValueError(
-                f"n must be below {n} for a single window, whose only run of {n} tokens is itself."
-            )
+            raise ValueError(f"n must be below {n} for a single window, whose only run of {n} tokens is itself.")
         object.__setattr__(self, "windows", check.frozen(tokens))
         object.__setattr__(self, "n", int(n))
         object.__setattr__(self, "causal", bool(causal))

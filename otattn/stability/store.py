@@ -74,9 +74,7 @@ class DirectoryStore:
         except StoreError:
             raise
         except OSError as exc:
-            raise StoreError(
-                f"store must be a folder that can be written, received {self.path} ({exc})."
-            ) from exc
+            raise StoreError(f"store must be a folder that can be written, received {self.path} ({exc}).") from exc
 
     def _claim(self, header: dict[str, Any]) -> None:
         file = self.path / "study.json"
@@ -122,9 +120,7 @@ class DirectoryStore:
         handle = os.open(self.path / "chunks.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             if os.write(handle, line.encode()) != len(line):
-                raise StoreError(
-                    f"{self.path} must have room for another chunk, but the write was cut short."
-                )
+                raise StoreError(f"{self.path} must have room for another chunk, but the write was cut short.")
             os.fsync(handle)
         finally:
             os.close(handle)

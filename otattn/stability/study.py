@@ -86,9 +86,7 @@ def stability_study(
     order = check.check_order(p)
     total = check.count(n_pairs, "n_pairs")
     if not callable(sampler):
-        raise TypeError(
-            f"sampler must be a callable Generator -> (mu, nu), received {type(sampler).__name__}."
-        )
+        raise TypeError(f"sampler must be a callable Generator -> (mu, nu), received {type(sampler).__name__}.")
     seed = _root(rng)
     keep: Store = _open_store(store, attention, sampler, order, seed)
     found = {i: terms for i in range(total) if (terms := keep.get(i)) is not None}
@@ -124,15 +122,11 @@ def _root(rng: Any) -> Seed:
     if isinstance(rng, np.random.SeedSequence):
         entropy = rng.entropy
         if not isinstance(entropy, int):
-            raise TypeError(
-                f"rng must be a SeedSequence of one integer, received {type(entropy).__name__} entropy."
-            )
+            raise TypeError(f"rng must be a SeedSequence of one integer, received {type(entropy).__name__} entropy.")
         return entropy, tuple(int(k) for k in rng.spawn_key)
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool) and rng >= 0:
         return int(rng), ()
-    raise TypeError(
-        f"rng must be a non-negative integer seed, a SeedSequence or a Generator, received {rng!r}."
-    )
+    raise TypeError(f"rng must be a non-negative integer seed, a SeedSequence or a Generator, received {rng!r}.")
 
 
 def _open_store(store: Any, attention: AttentionMap, sampler: Sampler, p: float, seed: Seed) -> Store:

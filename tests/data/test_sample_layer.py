@@ -204,9 +204,7 @@ def test_bad_layers_are_refused(tmp_path: Path, spoil: Any, message: str) -> Non
 
 def test_bad_tokens_are_refused(tmp_path: Path) -> None:
     good = saved(tmp_path, weights(np.random.default_rng(0)))
-    for k, bad in enumerate(
-        [np.ones((3, 5)), np.ones(4), np.ones((0, 4)), np.array([["a"]]), np.full((2, 4), np.inf)]
-    ):
+    for k, bad in enumerate([np.ones((3, 5)), np.ones(4), np.ones((0, 4)), np.array([["a"]]), np.full((2, 4), np.inf)]):
         np.save(tmp_path / f"{k}.npy", bad)
         with pytest.raises(ValueError, match="tokens_npy must"):
             load_layer(good, tmp_path / f"{k}.npy")

@@ -35,9 +35,7 @@ def test_B1_rank_one_against_the_identity():
         assert bures_distance(S, S) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("S", "message"), [(-np.eye(2), "positive semi-definite"), ([[1, 0.5], [0, 1]], "symmetric")]
-)
+@pytest.mark.parametrize(("S", "message"), [(-np.eye(2), "positive semi-definite"), ([[1, 0.5], [0, 1]], "symmetric")])
 def test_B2_no_covariances(S, message):
     with pytest.raises(ValueError, match=f"not {message}"):
         bures_distance(S, np.eye(2))
@@ -71,9 +69,7 @@ def test_B4_covariance_of_few_samples():
 # accuracy
 
 
-@pytest.mark.parametrize(
-    ("d", "condition"), [(d, c) for d in (1, 2, 5) for c in (1.0, 1e4, 1e8)] + [(16, 1e8)]
-)
+@pytest.mark.parametrize(("d", "condition"), [(d, c) for d in (1, 2, 5) for c in (1.0, 1e4, 1e8)] + [(16, 1e8)])
 def test_sixty_digits_near_and_far(d, condition):
     rng = np.random.default_rng(d)
     S1 = conditioned(d, condition, rng)
@@ -127,9 +123,7 @@ def test_scales_with_the_units():
     for unit in (1e-200, 1e-10, 1e10, 1e200):
         assert bures_distance(unit * S1, unit * S2) == pytest.approx(np.sqrt(unit) * base, rel=1e-12)
     for unit in (2.0**-600, 2.0**600):
-        assert bures_distance(unit * S1, unit * (S1 * (1 + 1e-9))) == pytest.approx(
-            np.sqrt(unit) * near, rel=1e-13
-        )
+        assert bures_distance(unit * S1, unit * (S1 * (1 + 1e-9))) == pytest.approx(np.sqrt(unit) * near, rel=1e-13)
 
 
 def test_factors_in_float64_leave_only_the_rounding_of_storage():

@@ -55,9 +55,7 @@ def test_sequences_with_one_token_a_time(p):
     assert conditional_wasserstein(X, Y, p=p) == pytest.approx(truth, rel=1e-13)
     order = rng.permutation(500)
     shuffled = SpaceTimeMeasure(np.arange(1, 501)[order] / 500, Y[order])
-    assert conditional_wasserstein(SpaceTimeMeasure.from_sequence(X), shuffled, p=p) == pytest.approx(
-        truth, rel=1e-13
-    )
+    assert conditional_wasserstein(SpaceTimeMeasure.from_sequence(X), shuffled, p=p) == pytest.approx(truth, rel=1e-13)
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -67,9 +65,7 @@ def test_slices_by_hand(p, weighted):
     times, masses = mu.time_marginal()
     values = []
     for t in times:
-        inside = [
-            DiscreteMeasure.normalized(m.points[m.times == t], m.weights[m.times == t]) for m in (mu, nu)
-        ]
+        inside = [DiscreteMeasure.normalized(m.points[m.times == t], m.weights[m.times == t]) for m in (mu, nu)]
         values.append(wasserstein(*inside, p=p))
     truth = max(values) if np.isinf(p) else (masses @ np.array(values) ** p) ** (1 / p)
     assert conditional_wasserstein(mu, nu, p=p) == pytest.approx(truth, rel=1e-13)

@@ -41,9 +41,7 @@ def check_transport(result: TransportResult, *, gap: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("uniform", [True, False])
-@pytest.mark.parametrize(
-    ("n", "m", "dim"), [(60, 60, 2), (40, 70, 3), (30, 30, 1), (1, 9, 2), (9, 1, 2), (1, 1, 3)]
-)
+@pytest.mark.parametrize(("n", "m", "dim"), [(60, 60, 2), (40, 70, 3), (30, 30, 1), (1, 9, 2), (9, 1, 2), (1, 1, 3)])
 def test_certified_to_1e_12(n, m, dim, uniform, p):
     rng = np.random.default_rng(n + m)
     mu = DiscreteMeasure(rng.normal(size=(n, dim)), None if uniform else random_weights(n, rng))
@@ -146,9 +144,7 @@ def test_W16_five_atoms_against_many(p):
 @pytest.mark.parametrize("p", [2, np.inf])
 def test_verify_refuses_what_was_tampered_with(p):
     rng = np.random.default_rng(4)
-    result = transport(
-        rng.normal(size=(8, 2)), DiscreteMeasure(rng.normal(size=(6, 2)), random_weights(6, rng)), p=p
-    )
+    result = transport(rng.normal(size=(8, 2)), DiscreteMeasure(rng.normal(size=(6, 2)), random_weights(6, rng)), p=p)
     assert result.verify()
     f, g = result.potentials
     plan = result.plan.toarray()
@@ -244,9 +240,7 @@ def test_any_cost_against_a_linear_program(shape):
     ):
         result = transport_plan(a, b, C)
         shift = C.min()
-        assert result.value - shift == pytest.approx(
-            linear_program(C - shift + 0.0, a, b), rel=1e-8, abs=1e-9
-        )
+        assert result.value - shift == pytest.approx(linear_program(C - shift + 0.0, a, b), rel=1e-8, abs=1e-9)
         check_plan(result)
 
 

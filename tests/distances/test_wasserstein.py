@@ -172,9 +172,7 @@ coordinate = st.integers(-3, 3).map(float)
 @st.composite
 def small_measures(draw, max_atoms=5):
     n, m, d = draw(st.integers(1, max_atoms)), draw(st.integers(1, max_atoms)), draw(st.integers(1, 3))
-    clouds = [
-        draw(st.lists(st.lists(coordinate, min_size=d, max_size=d), min_size=k, max_size=k)) for k in (n, m)
-    ]
+    clouds = [draw(st.lists(st.lists(coordinate, min_size=d, max_size=d), min_size=k, max_size=k)) for k in (n, m)]
     counts = [draw(st.lists(st.integers(0, 4), min_size=k, max_size=k).filter(any)) for k in (n, m)]
     return [(np.array(x), np.array(w) / sum(w)) for x, w in zip(clouds, counts, strict=True)]
 

@@ -40,9 +40,7 @@ def test_sample_reference(window: int, head: int, n: int) -> None:
 
 def random_case(seed: int, n: int = 5, d: int = 3, e: int = 2, scale: float = 2.0):
     rng = np.random.default_rng(seed)
-    attention = oa.SoftmaxAttention(
-        scale * rng.normal(size=(d, d)), rng.normal(size=(e, d)), bias=rng.normal(size=d)
-    )
+    attention = oa.SoftmaxAttention(scale * rng.normal(size=(d, d)), rng.normal(size=(e, d)), bias=rng.normal(size=d))
     return attention, oa.DiscreteMeasure(rng.normal(size=(n, d)), rng.dirichlet(np.ones(n))), rng
 
 
@@ -72,9 +70,7 @@ def test_the_right_vector_is_a_witness_by_exact_transport(seed: int) -> None:
     value = oa.local_lipschitz(attention, mu)
     h = 1e-6
     moved = oa.DiscreteMeasure(mu.points + h * value.displacement(), mu.weights)
-    ratio = oa.wasserstein(attention.pushforward(mu), attention.pushforward(moved)) / oa.wasserstein(
-        mu, moved
-    )
+    ratio = oa.wasserstein(attention.pushforward(mu), attention.pushforward(moved)) / oa.wasserstein(mu, moved)
     # the images are distinct, so the identity coupling is optimal for small h; the remainder is of order h
     assert ratio == pytest.approx(value.particle, rel=1e-4)
 
@@ -90,9 +86,7 @@ def test_splitting_ratio_by_exact_transport(p: float) -> None:
     rest = np.arange(mu.n) != i
     points = np.concatenate([mu.points[rest], mu.points[[i]] + h * u, mu.points[[i]] - h * u])
     nu = oa.DiscreteMeasure(points, np.r_[mu.weights[rest], mu.weights[i] / 2, mu.weights[i] / 2])
-    ratio = oa.wasserstein(attention.pushforward(mu), attention.pushforward(nu), p=p) / oa.wasserstein(
-        mu, nu, p=p
-    )
+    ratio = oa.wasserstein(attention.pushforward(mu), attention.pushforward(nu), p=p) / oa.wasserstein(mu, nu, p=p)
     local = oa.local_lipschitz(attention, mu, p=p)
     assert local.splitting == pytest.approx(norms.max(), rel=1e-12)
     # for p = 1 and inf the second-order response of the other atoms (order h) is not averaged out

@@ -101,9 +101,7 @@ def test_pushforward_keeps_the_weights_to_the_bit():
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(-1, 1), st.integers(-1, 1)), min_size=1, max_size=12), st.integers(0, 1000)
-)
+@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(-1, 1)), min_size=1, max_size=12), st.integers(0, 1000))
 def test_merging_is_the_same_measure(atoms, seed):
     x = np.array(atoms, dtype=float)
     w = np.random.default_rng(seed).dirichlet(np.ones(len(x)))

@@ -10,17 +10,11 @@ from otattn.stability.inference import bootstrap_interval, endpoint
 @pytest.mark.parametrize("statistic", ["mean", "median", 0.9, np.std])
 def test_interval_holds_its_statistic_and_shrinks(statistic: object) -> None:
     rng = np.random.default_rng(0)
-    own = (
-        {"mean": np.mean, "median": np.median}.get(statistic, statistic)
-        if isinstance(statistic, str)
-        else statistic
-    )
+    own = {"mean": np.mean, "median": np.median}.get(statistic, statistic) if isinstance(statistic, str) else statistic
     widths = []
     for n in (50, 800):
         x = rng.normal(size=n)
-        low, high = bootstrap_interval(
-            x, statistic, level=0.95, n_resamples=500, rng=np.random.default_rng(1)
-        )
+        low, high = bootstrap_interval(x, statistic, level=0.95, n_resamples=500, rng=np.random.default_rng(1))
         value = np.quantile(x, own) if isinstance(own, float) else own(x)
         assert low <= value <= high
         widths.append(high - low)
@@ -50,9 +44,7 @@ def test_unknown_statistics(bad: object) -> None:
 
 def test_a_statistic_that_is_not_finite_raises() -> None:
     with pytest.raises(ConvergenceError, match="must be finite"):
-        bootstrap_interval(
-            np.ones(5), lambda _: np.nan, level=0.9, n_resamples=10, rng=np.random.default_rng(0)
-        )
+        bootstrap_interval(np.ones(5), lambda _: np.nan, level=0.9, n_resamples=10, rng=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (2.0, 2.0), (1.0, 3.0)])

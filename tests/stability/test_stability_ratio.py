@@ -45,9 +45,7 @@ def test_a_translation_is_kept_by_the_mean(p: float, offset: float) -> None:
     assert ratio.value == pytest.approx(1.0, abs=1e-12)
     assert 1.0 - 1e-9 <= ratio.certified_lower <= ratio.value
     weights = rng.dirichlet(np.ones(7))
-    ratio = stability_ratio(
-        mean_map(3), DiscreteMeasure(X, weights), DiscreteMeasure(X + shift, weights), p=p
-    )
+    ratio = stability_ratio(mean_map(3), DiscreteMeasure(X, weights), DiscreteMeasure(X + shift, weights), p=p)
     assert ratio.value == pytest.approx(1.0, abs=1e-12)
 
 

@@ -35,6 +35,7 @@ every term is monotone, so the corner with the largest e's in k and F, and the s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class _Rows:
         edges = np.linspace(0.0, 1.0, self.atoms + 1)
         best = np.zeros((e1.size, self.gamma.size))
         x1, x2 = e1[:, None], e2[:, None]
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in itertools.pairwise(edges.tolist()):
             p, near = 0.5 * (a + b), min(max(0.5, a), b)
             lam = np.minimum(self.spread, 4 * a * (1 - a) if a > 0.5 else 1.0)
             omega = 1.0 + self.gamma**2 * lam
@@ -170,7 +171,7 @@ class _Search:
             return found
 
         # T_n = n says nothing beyond k <= sqrt(Omega): no multiplier for it then
-        for part in (0.0, 0.35, 0.8, 1.4, 3.0) if self.rows.T < 0.97 * n else (0.0,):
+        for part in (0.0, 0.35, 0.8, 1.4, 3.0) if 0.97 * n > self.rows.T else (0.0,):
             a = np.full(shape, part * omega)
             if n <= 2:
                 attempt(a, log_mu)

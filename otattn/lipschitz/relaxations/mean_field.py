@@ -194,9 +194,7 @@ def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
     for _ in range(1 if head.centred else 3):
         nu = float(minimize_scalar(lambda t, e=gap: loss(t, e), bounds=(low, high), method="bounded").x)
         if not head.centred:
-            best = minimize_scalar(
-                lambda t, nu=nu: loss(nu, math.exp(t) * size), bounds=(-9.0, 5.0), method="bounded"
-            )
+            best = minimize_scalar(lambda t, nu=nu: loss(nu, math.exp(t) * size), bounds=(-9.0, 5.0), method="bounded")
             gap = math.exp(float(best.x)) * size
     return family.join(SelfLogit.build(head, np.array([nu]), np.array([gap])))
 
@@ -216,9 +214,7 @@ def _psd_defect(A: Array, a: float) -> float:
     return defect if defect <= 1e-10 * a else math.inf
 
 
-def _proof(
-    problem: Mapping[str, Any], multipliers: Mapping[str, Array], tol: float
-) -> tuple[float, str, _Trail]:
+def _proof(problem: Mapping[str, Any], multipliers: Mapping[str, Array], tol: float) -> tuple[float, str, _Trail]:
     """Logarithm of the bound that the multipliers prove, the theorem that gives it, and where it stands."""
     fields = (problem["A"], problem["c"])
     head = UnitHead(*fields, *(float(problem[k]) for k in ("a", "top", "v", "sigma", "trace_sigma", "kappa")))
@@ -229,15 +225,11 @@ def _proof(
     s1, s2 = _orders(p) if math.isfinite(p) else (0.0, 0.0)
     if math.isinf(p):
         return log_sum(base, log(head.v) + 0.5 * math.log1p(head.top**2)), "T10", None
-    logs = {
-        "T6" if p == 2 else "T10": head.kappa + s1 * math.log1p(2 * head.top) + s2 * math.log1p(head.top**2)
-    }
+    logs = {"T6" if p == 2 else "T10": head.kappa + s1 * math.log1p(2 * head.top) + s2 * math.log1p(head.top**2)}
     trail: _Trail = None
     if head.a > 0:
         least = _least_stretch(head.A, head.a)
-        family = SelfLogit.build(
-            head, multiplier(multipliers, "nu", multipliers["nu"].shape), multipliers["gap"]
-        )
+        family = SelfLogit.build(head, multiplier(multipliers, "nu", multipliers["nu"].shape), multipliers["gap"])
         field = _Barycentre(head, family, least)
         found = maximise(field.m3(s1, s2), *boxes(*field.axes(24)), tol=tol, max_cells=_CELLS)
         logs["M3"] = found.value
@@ -261,8 +253,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
 def _choose_h(a: float, least: float) -> float:
     """A good h of M4: the maximum over points is convex in ``log h``."""
     r, s = (
-        x.ravel()
-        for x in np.meshgrid(np.linspace(0, 1, 41), np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30)))
+        x.ravel() for x in np.meshgrid(np.linspace(0, 1, 41), np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30)))
     )
     points = np.array([r, s])
 

@@ -154,9 +154,7 @@ class SelfLogit:
         if head.a == 0.0:
             # g = c: <c, z> >= -|c| |z|, left to the trivial bound of `lower`
             return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, np.inf))
-        unit = np.concatenate(
-            [-np.geomspace(0.02, 50.0, count // 4), [0.0], np.geomspace(0.01, 300.0, count)]
-        )
+        unit = np.concatenate([-np.geomspace(0.02, 50.0, count // 4), [0.0], np.geomspace(0.01, 300.0, count)])
         nu = np.append(unit, 1.0) / head.a
         gap = np.zeros(1)
         if not head.centred:

@@ -48,7 +48,7 @@ CHEAP = {
     "kappa points": lambda: kappa(HEAD, PointSet(POINTS)),
     "local ball": lambda: local_ball(HEAD, POINTS, 0.3),
 }
-ALL = {**{name: build for name, build in SOLVED.items()}, **CHEAP}
+ALL = {**SOLVED, **CHEAP}
 
 
 @pytest.fixture(scope="module")
