@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from otattn import _validate as check
 from otattn.attention import MaskedAttention
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         run: Callable[[argparse.Namespace], None] = options.run
-        run(options)
+        # many small products: threads inside each would only wait for one another
+        with threadpool_limits(limits=1, user_api="blas"):
+            run(options)
     except CertificateError as exc:
         return _fail(exc, 3)
     except (ValueError, TypeError, OSError, OtattnError, OverflowError) as exc:

@@ -120,9 +120,13 @@ class Ellipsoid(Domain):
         for i, h in enumerate(y @ U):
             z = h / s
             if z @ z > 1.0:
-                # |z(nu)| = 1 at the multiplier nu >= 0 of |z|^2 <= 1, z(nu) = s h / (s^2 + nu)
-                top = float(np.linalg.norm(s * h))
-                nu = brentq(lambda v, h=h: float(np.sum((s * h / (s**2 + v)) ** 2) - 1.0), 0.0, top, xtol=1e-300)
+                # |z(nu)| = 1 at the multiplier nu >= 0 of |z|^2 <= 1, z(nu) = s h / (s^2 + nu); |z| <= 1 at nu = |s h|
+                def excess(nu: float, h: NDArray[np.float64] = h) -> float:
+                    return float(np.sum((s * h / (s**2 + nu)) ** 2) - 1.0)
+
+                top = 2.0 * float(np.linalg.norm(s * h))
+                # a point within rounding of the boundary may show no excess at 0: then nu = 0
+                nu = brentq(excess, 0.0, top, xtol=1e-300) if excess(0.0) > 0.0 else 0.0
                 z = s * h / (s**2 + nu)
                 z /= max(1.0, float(np.linalg.norm(z)))
             out[i] = U @ (s * z)

@@ -25,6 +25,8 @@ FLOAT32_RESIDUAL = 4e-6
 """Relative residual of J^T J down to which float32 iterations are worth their time."""
 RANDOM_STEPS = 8
 """Steps from a random start before a small residual is believed."""
+FUSED_SCALES = (1e-60, 1e60)
+"""Where the scale of a fused product is that far from the operator's size, its two halves are taken apart."""
 VANISHED = 1e-24
 """A float32 eigenvalue (in units of the scale squared) below it may be an underflow: float64 decides."""
 
@@ -196,7 +198,8 @@ def top_singular(
             first=image,
             min_steps=1 if settled else RANDOM_STEPS,
         )
-        start, second, settled = pair.vector, pair.second, pair.settled
+        # a Ritz value never exceeds its eigenvalue: the larger of the two seconds tells more of the gap
+        start, second, settled = pair.vector, max(second, pair.second), pair.settled
         theta, left, image = exact.evaluate(start)
         used += pair.products + 1
     result = _result(exact, theta, left, start, residual, second, used, settled, precision, wanted)
@@ -289,13 +292,11 @@ class _Operator:
     def __init__(self, operator: Any) -> None:
         self._fused: FusedJacobian | None = None
         self._tokens: _Source | None = None
-        self.scale = 1.0
+        self.scale, self._scaled = 1.0, False  # until the first product shows the size
         if isinstance(operator, FusedJacobian):
             self._fused = operator if operator.dtype == np.float64 else operator.astype(np.float64)
             self._tokens = self._fused
-            self.scale = self._fused.scale
             self._linear: LinearOperator = self._fused
-            self._scaled = True
         else:
             if isinstance(operator, (list, tuple)):
                 operator = check.matrix(operator, "operator")
@@ -304,7 +305,6 @@ class _Operator:
                 raise ValueError("operator must be real, received a complex one; stack its real and imaginary parts.")
             if isinstance(operator, JacobianOperator):
                 self._tokens = operator
-            self._scaled = False
         self.outputs, self.size = self._linear.shape
 
     def single(self) -> _Operator | None:
@@ -317,6 +317,7 @@ class _Operator:
         out = object.__new__(_Operator)
         out.__dict__.update(self.__dict__)
         out._fused = out._linear = rough
+        out.scale = rough.scale
         return out
 
     def start(self, rng: np.random.Generator) -> Array:
@@ -338,7 +339,10 @@ class _Operator:
     def gram(self, x: NDArray[Any]) -> NDArray[Any]:
         """``J^T J x / scale^2``."""
         if self._fused is not None:
-            return self._fused.scaled_gram(x).reshape(-1)
+            factor = self._fused.scale / self.scale
+            if FUSED_SCALES[0] < factor < FUSED_SCALES[1]:
+                product = self._fused.scaled_gram(x).reshape(-1)
+                return product if factor == 1.0 else product * self._fused.dtype.type(factor**2)
         return self._backward(self._forward(x))
 
     def evaluate(self, x: Array) -> tuple[float, Array, Array]:

@@ -135,6 +135,18 @@ def test_zero_operators():
         assert result.verify(operator)
 
 
+@pytest.mark.parametrize("size", [1e-250, 1e-100, 1e-20])
+def test_small_operators_do_not_vanish(size):
+    """Heads that cancel, or values and outputs that miss each other, leave a small operator: not a zero one."""
+    X = np.random.default_rng(4).normal(size=(6, 3))
+    unit, small = SoftmaxAttention(np.eye(3), np.eye(3)), SoftmaxAttention(np.eye(3), size * np.eye(3))
+    layer = MultiHeadAttention([unit, small], [np.zeros((3, 3)), np.eye(3)])
+    truth = size * float(np.linalg.norm(unit.jacobian(X).to_dense(), 2))
+    for precision in ("fast", "precise"):
+        result = top_singular(FusedJacobian(layer, X), precision=precision)
+        assert result.value == pytest.approx(truth, rel=result.tol)
+
+
 def test_one_by_one_and_single_row():
     assert top_singular([[-3.0]]).value == pytest.approx(3.0, rel=1e-15)
     row = np.arange(1.0, 6.0)
