@@ -380,7 +380,7 @@ def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) 
     >>> from otattn.measures import DiscreteMeasure
     >>> mu = DiscreteMeasure([[1.0], [-1.0], [0.0]], [0.25, 0.25, 0.5])
     >>> round(cluster_constant(SoftmaxAttention([[1.0]], [[1.0]]), mu, n=10**6 * 4).splitting, 12)
-    0.648054273664
+    0.5
     """
     forms = forms_of(attention)
     if forms is None:
