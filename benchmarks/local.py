@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -110,14 +109,21 @@ def memory_child(name: str, method: str) -> None:
     problem = sample() if name.startswith("sample") else synthetic(int(name.removeprefix("n = ")))
     if method.startswith("torch"):
         power = TorchPower(problem, 0.0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = resident_peak()
     if method.startswith("torch"):
         power.run(("change 1e-6",), hoisted="hoisted" in method, max_steps=3)
     elif method.startswith("scipy"):
         arpack(problem)
     else:
         ours(problem, method.removeprefix("otattn "))
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(resident_peak() - before)
+
+
+def resident_peak() -> int:
+    """Peak resident set of this process in bytes (Linux)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
 def ours(problem: Problem, precision: Any) -> Reading:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn.lipschitz.charts import Chart
-from otattn.lipschitz.clusters import Configuration, Form, split_gradient
+from otattn.lipschitz.clusters import Configuration, split_gradient
+from otattn.lipschitz.forms import Form
 
 __all__ = ["Candidates", "ascend", "evaluate", "lbfgs", "round_multiplicities"]
 
@@ -19,6 +20,9 @@ Weighting = Literal["fixed", "free", "tokens"]
 
 LOG_WEIGHT_FLOOR = -650.0
 """Log-weights relative to the heaviest atom: ``e^-650`` is the smallest weight that is used (floats end at e^-708)."""
+
+_STEEPEST = 1e8
+"""Logarithmic slopes are cut off here; those of a good witness are about ``||A|| R^2``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +132,9 @@ class _Objective:
         gradient = np.concatenate(parts, axis=1) * scale[:, None]
         bad = ~np.isfinite(gradient).all(axis=1) | ~(value > 0.0)
         gradient[bad] = 0.0
+        # a start of tiny value beside a huge entry of the matrix: keep the direction
+        size = np.abs(gradient).max(axis=1, keepdims=True)
+        gradient *= np.minimum(1.0, _STEEPEST / np.maximum(size, 1e-300))
         return np.where(value > 0.0, -np.log(np.maximum(value, 1e-300)), 700.0), gradient
 
 
@@ -230,7 +237,9 @@ def lbfgs(
             done[hit] = True
             t[todo[~good]] *= 0.25
         s, y = new_x - x, new_g - g
-        curved = np.sum(s * y, axis=1) > 1e-12 * np.linalg.norm(s, axis=1) * np.linalg.norm(y, axis=1)
+        # differences of flat stretches are rounding: their curvature would blow the next direction up
+        steep = np.linalg.norm(y, axis=1)
+        curved = (np.sum(s * y, axis=1) > 1e-12 * np.linalg.norm(s, axis=1) * steep) & (steep > 1e-13)
         s[~curved], y[~curved] = 0.0, 0.0
         S, Y = [*S[-(memory - 1) :], s], [*Y[-(memory - 1) :], y]
         moved = np.linalg.norm(new_x - x, axis=1)

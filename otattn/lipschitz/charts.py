@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.lipschitz.clusters import Form
+from otattn.lipschitz.forms import Form
 from otattn.measures import Ball, Box, Domain, Ellipsoid, LayerNormDomain
 
 __all__ = ["Chart", "chart_of"]

@@ -1,4 +1,4 @@
-"""Measures with few atoms: the local constant of a million tokens from one ``(c d) x (c d)`` matrix (THEORY T15).
+"""Measures with few atoms: the local constant of a million tokens from one ``(c d) x (c d)`` matrix.
 
 Equal tokens are one atom. On the displacements that move the tokens of an atom together, ``D_X f`` acts as
 
@@ -18,60 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, svds
 
-from otattn import _validate as check
-from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention import AttentionMap
+from otattn.lipschitz.forms import Form, forms_of
 from otattn.measures import as_discrete
 
-__all__ = ["ClusterConstant", "Configuration", "Form", "cluster_constant", "forms_of", "multiplicities"]
+__all__ = ["ClusterConstant", "Configuration", "cluster_constant"]
 
 Array = NDArray[np.float64]
 
 DENSE_LIMIT = 128
 """Matrices of at most this many rows or columns are decomposed densely, larger ones by Lanczos iteration."""
-
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """One head: logit ``<A x + bias, y> - y^T H y`` of key y for query x, value ``V y``.
-
-    Shapes ``A (d, d)``, ``V (e, d)``, ``bias (d,)``, ``H (d, d)`` symmetric or None (softmax).
-    """
-
-    A: Array
-    V: Array
-    bias: Array
-    H: Array | None = None
-
-    def restricted(self, basis: Array, offset: Array) -> Form:
-        """The head on ``x = basis y + offset``, ``basis (d, r)`` orthonormal, as a head on ``y``."""
-        shift = self.A @ offset + self.bias
-        if self.H is not None:
-            shift = shift - 2.0 * self.H @ offset
-        H = None if self.H is None else basis.T @ self.H @ basis
-        return Form(basis.T @ self.A @ basis, self.V @ basis, basis.T @ shift, H)
-
-
-def forms_of(attention: AttentionMap) -> tuple[Form, ...] | None:
-    """The heads of a softmax, L2 or multi-head attention map as forms; None for any other map.
-
-    The output matrices of a multi-head map are multiplied into the values.
-    """
-    if isinstance(attention, SoftmaxAttention):
-        bias = np.zeros(attention.in_dim) if attention.bias is None else attention.bias
-        return (Form(attention.A, attention.V, bias),)
-    if isinstance(attention, L2Attention):
-        K = attention.K
-        return (Form(2.0 * K.T @ attention.Q, attention.V, np.zeros(attention.in_dim), K.T @ K),)
-    if isinstance(attention, MultiHeadAttention):
-        out: list[Form] = []
-        for h, head in enumerate(attention.heads):
-            parts = forms_of(head)
-            if parts is None:
-                return None
-            W = None if attention.outputs is None else attention.outputs[h]
-            out += parts if W is None else [Form(f.A, W @ f.V, f.bias, f.H) for f in parts]
-        return tuple(out)
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,18 +299,6 @@ class ClusterConstant:
         return max(self.symmetric, self.splitting)
 
 
-def multiplicities(mu: Any, n: int) -> NDArray[np.int64]:
-    """How many of n tokens sit at each atom of ``mu``; ValueError when a weight is no multiple of ``1/n``."""
-    measure = as_discrete(mu)
-    n = check.count(n, "n")
-    exact = measure.weights * n
-    counts = np.rint(exact).astype(np.int64)
-    if np.abs(exact - counts).max() > 1e-6 or counts.sum() != n:
-        worst = float(measure.weights[np.abs(exact - counts).argmax()])
-        raise ValueError(f"weights must be multiples of 1/{n}, received {worst!r}; choose another n.")
-    return counts
-
-
 def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) -> ClusterConstant:
     """Local W_2 constant of softmax, L2 or multi-head attention at a measure with few atoms, at a cost free of n.
 
@@ -373,10 +317,11 @@ def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) 
 
     References
     ----------
-    THEORY T15, T2.
+    Own result; the proof is the split into a symmetric and an antisymmetric sector at the head of this module.
 
     Examples
     --------
+    >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.measures import DiscreteMeasure
     >>> mu = DiscreteMeasure([[1.0], [-1.0], [0.0]], [0.25, 0.25, 0.5])
     >>> round(cluster_constant(SoftmaxAttention([[1.0]], [[1.0]]), mu, n=10**6 * 4).splitting, 12)
@@ -390,7 +335,7 @@ def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) 
         )
     measure = attention.as_measure(mu).support()
     points, weights = measure.points, measure.weights
-    can_split = np.ones(len(weights), dtype=bool) if n is None else multiplicities(measure, n) >= 2
+    can_split = np.ones(len(weights), dtype=bool) if n is None else as_discrete(mu).support().multiplicities(n) >= 2
     one = Configuration(forms, points[None], np.log(weights)[None])
     value, u, v = one.top()
     norms = np.where(can_split, np.linalg.norm(one.fields()[0], 2, axis=(1, 2)), -1.0)

@@ -24,10 +24,10 @@ from otattn.attention import (
 from otattn.errors import ConvergenceError
 from otattn.lipschitz import mean_field_witnesses as mean_field
 from otattn.lipschitz import witnesses
-from otattn.lipschitz.ascent import Candidates, lbfgs, round_multiplicities
+from otattn.lipschitz.ascent import LOG_WEIGHT_FLOOR, Candidates, lbfgs, round_multiplicities
 from otattn.lipschitz.charts import Chart
-from otattn.lipschitz.clusters import Form, forms_of
 from otattn.lipschitz.extremal import extremal
+from otattn.lipschitz.forms import Form, forms_of
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
 __all__ = ["Layout", "hint_forms", "output_pair", "search_explicit"]
@@ -70,7 +70,8 @@ class Layout:
         if self.kind == "sequence":
             return SpaceTimeMeasure.from_sequence(np.repeat(points, np.rint(np.exp(log_weights)).astype(int), axis=0))
         if self.n is None:
-            w = np.exp(log_weights - log_weights.max())
+            # relative to the heaviest atom: smaller weights would not be normal floats
+            w = np.exp(np.maximum(log_weights - log_weights.max(), LOG_WEIGHT_FLOOR))
         else:
             w = np.rint(np.exp(log_weights))
         w = w / w.sum()
@@ -120,6 +121,8 @@ def _starts(layout: Layout, forms: tuple[Form, ...], rng: np.random.Generator, c
     for f in usable:
         field = mean_field.field_measure(f, chart, rng)
         structured: list[Candidates | None] = [field, mean_field.three_atoms(f, chart, rng, keep=1)]
+        if layout.p == np.inf:
+            structured.append(mean_field.output_measures(f, chart, rng))
         if n is not None and n >= 2:
             structured = [
                 witnesses.castin_antipodal(f, chart, n),

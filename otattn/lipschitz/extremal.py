@@ -101,7 +101,9 @@ def _euclidean(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | N
     v = _tangent(v.reshape(c, r), normals)
     v = v / max(float(np.linalg.norm(v)), 1e-300)
     image = forward(v)
-    value = float(np.linalg.norm(image))
+    # squares of values beyond e^350 would overflow
+    size = max(float(np.abs(image).max()), 1e-300)
+    value = size * float(np.linalg.norm(image / size))
     u = image.reshape(c, J.e) / max(value, 1e-300)
 
     def particle(other: Any) -> float:

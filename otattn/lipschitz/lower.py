@@ -14,8 +14,8 @@ from otattn.lipschitz import witnesses
 from otattn.lipschitz.ascent import Candidates, evaluate, round_multiplicities
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.charts import Chart, chart_of
-from otattn.lipschitz.clusters import Form, forms_of
 from otattn.lipschitz.explicit import Layout, hint_forms, output_pair, search_explicit
+from otattn.lipschitz.forms import Form, forms_of
 from otattn.lipschitz.search import Effort, search_measures, search_tokens
 from otattn.lipschitz.sequences import search_chains, search_sequences
 from otattn.measures import Ball, Domain, SpaceTimeMeasure
@@ -32,7 +32,7 @@ EXPLICIT_CORE = 16
 """The same for causal maps without an analytic gradient."""
 STRETCH_LIMIT = 2048
 """Up to this length the blocks of a core are also stretched to n tokens."""
-SOURCE = "otattn, local constant at a witness (THEORY T2, T15, T16)"
+SOURCE = "otattn, local constant at a witness measure"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,8 @@ def adversarial_tokens(
 
     References
     ----------
-    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024 (published witnesses); THEORY T15, T16 (the others).
+    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024 (published witnesses); the others are ours, see
+    :mod:`otattn.lipschitz.witnesses`.
 
     Examples
     --------
@@ -296,7 +297,8 @@ def lipschitz_lower_bound(
 
     References
     ----------
-    THEORY T2, T15, T16 and "The mean-field constant"; the published witnesses are those of Castin, Ablin, Peyre (2024).
+    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024 (published witnesses); the others are ours, derived in
+    :mod:`otattn.lipschitz.witnesses` and :mod:`otattn.lipschitz.mean_field_witnesses`.
 
     Examples
     --------

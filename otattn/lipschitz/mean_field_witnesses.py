@@ -1,4 +1,4 @@
-r"""Measures with two to four atoms that attain the growth of the mean-field constant (THEORY, "The mean-field constant").
+r"""Measures with two to four atoms that attain the growth of the mean-field constant.
 
 For a light query x, its best key y and a third atom z with shares (r, q, s) of the attention of x,
 ``log w_i = log share_i - <g(x), X_i>``: the constant then grows like ``exp(kappa / 2)``. For A = alpha I and moderate
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from otattn.lipschitz.ascent import LOG_WEIGHT_FLOOR, Candidates
 from otattn.lipschitz.charts import Chart
-from otattn.lipschitz.clusters import Form
+from otattn.lipschitz.forms import Form
 from otattn.lipschitz.witnesses import directions, field_direction, field_query, maximise_latent
 
-__all__ = ["field_measure", "self_block_measures", "three_atoms"]
+__all__ = ["field_measure", "output_measures", "self_block_measures", "three_atoms"]
 
 Array = NDArray[np.float64]
 
@@ -93,3 +93,25 @@ def field_measure(form: Form, chart: Chart, rng: np.random.Generator) -> Candida
     logit = np.sum(g[:, None, :] * X, axis=2)
     lw[:, 0] -= np.maximum(0.0, logit[:, 0] - logit[:, 1:].min(axis=1))
     return Candidates(latents, np.maximum(lw, LOG_WEIGHT_FLOOR))
+
+
+def output_measures(form: Form, chart: Chart, rng: np.random.Generator, *, keep: int = 4) -> Candidates:
+    r"""Witnesses for W_inf: ``+-E u`` of equal attention and a query x of negligible mass.
+
+    The output of the query moves by ``(|s + h| + |s - h|) / 2 + |V E u| |A^T E u|`` with ``s = V^T unit(V E u)`` and
+    ``h = |V E u| g(x)``.
+    """
+    u = directions((form,), chart, rng, 64)
+    u = u[rng.integers(len(u), size=512)]
+    u[0] = field_direction(form, chart, rng)[1]
+    x = chart.clip(np.concatenate([directions((form,), chart, rng, 128), chart.sample((128,), rng)]))
+    x = x[rng.integers(len(x), size=512)]
+    image = u @ chart.E.T @ form.V.T
+    size = np.linalg.norm(image, axis=1, keepdims=True)
+    s = image / np.maximum(size, 1e-300) @ form.V
+    h = size * (x @ chart.E.T @ form.A.T + form.bias)
+    value = 0.5 * (np.linalg.norm(s + h, axis=1) + np.linalg.norm(s - h, axis=1))
+    value += size[:, 0] * np.linalg.norm(u @ chart.E.T @ form.A, axis=1)
+    best = np.argsort(-value, kind="stable")[:keep]
+    latents = chart.clip(np.stack([x[best], u[best], -u[best]], axis=1))
+    return _weighted(form, chart, latents, np.array([[np.exp(_FAR_LOG_WEIGHT), 0.5, 0.5]]))

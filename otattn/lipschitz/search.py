@@ -13,7 +13,7 @@ from otattn.lipschitz import mean_field_witnesses as mean_field
 from otattn.lipschitz import witnesses
 from otattn.lipschitz.ascent import Candidates, Weighting, ascend, evaluate, round_multiplicities
 from otattn.lipschitz.charts import Chart
-from otattn.lipschitz.clusters import Form
+from otattn.lipschitz.forms import Form
 
 __all__ = ["Effort", "Found", "search_measures", "search_tokens"]
 

@@ -11,7 +11,8 @@ from otattn.lipschitz import mean_field_witnesses as mean_field
 from otattn.lipschitz import witnesses
 from otattn.lipschitz.ascent import Candidates, ascend, evaluate, lbfgs, round_multiplicities
 from otattn.lipschitz.charts import Chart
-from otattn.lipschitz.clusters import Configuration, Form
+from otattn.lipschitz.clusters import Configuration
+from otattn.lipschitz.forms import Form
 from otattn.lipschitz.search import Effort, search_tokens, token_starts
 
 __all__ = ["search_chains", "search_sequences"]

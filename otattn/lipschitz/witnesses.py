@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from otattn.lipschitz.ascent import Candidates, lbfgs
 from otattn.lipschitz.charts import Chart
-from otattn.lipschitz.clusters import Form
+from otattn.lipschitz.forms import Form
 
 __all__ = [
     "castin_antipodal",

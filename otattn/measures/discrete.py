@@ -107,8 +107,8 @@ class DiscreteMeasure:
         order = np.argsort(first, kind="stable")
         return DiscreteMeasure(self.points[first[order]], mass[order])
 
-    def tokens(self, n: int) -> NDArray[np.float64]:
-        """The ``(n, d)`` tokens of a measure whose weights are multiples of ``1/n``.
+    def multiplicities(self, n: int) -> NDArray[np.int64]:
+        """How many of n tokens sit at each atom, ``(self.n,)``.
 
         Raises
         ------
@@ -117,11 +117,15 @@ class DiscreteMeasure:
         """
         n = check.count(n, "n")
         exact = self.weights * n
-        multiplicity = np.rint(exact).astype(np.int64)
-        if np.abs(exact - multiplicity).max() > 1e-6 or multiplicity.sum() != n:
-            worst = float(self.weights[np.abs(exact - multiplicity).argmax()])
+        counts = np.rint(exact).astype(np.int64)
+        if np.abs(exact - counts).max() > 1e-6 or counts.sum() != n:
+            worst = float(self.weights[np.abs(exact - counts).argmax()])
             raise ValueError(f"weights must be multiples of 1/{n}, received {worst!r}; choose another n.")
-        return np.asarray(np.repeat(self.points, multiplicity, axis=0))
+        return counts
+
+    def tokens(self, n: int) -> NDArray[np.float64]:
+        """The ``(n, d)`` tokens of a measure whose weights are multiples of ``1/n`` (see :meth:`multiplicities`)."""
+        return np.asarray(np.repeat(self.points, self.multiplicities(n), axis=0))
 
     def __repr__(self) -> str:
         return f"DiscreteMeasure(n={self.n}, dim={self.dim}{', uniform' if self.is_uniform else ''})"

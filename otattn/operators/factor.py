@@ -11,7 +11,7 @@ __all__ = ["Factor"]
 
 Array = NDArray[Any]
 
-FEW_TOKENS = 80
+FEW_TOKENS = 192
 TURNED_ROWS = 64
 
 
@@ -19,7 +19,7 @@ class Factor:
     """``x W^T`` and ``z W`` for a fixed matrix W and n rows of tokens.
 
     With few tokens in float32 the product is computed as ``(W x^T)^T``, and W is also kept transposed for the
-    other direction: OpenBLAS is two to three times faster when the long side comes first.
+    other direction: OpenBLAS is up to three times faster when the long side comes first.
     """
 
     def __init__(self, W: Array, n: int) -> None:

@@ -49,7 +49,8 @@ class _Workspace:
     T: Array
     panels: list[Array]
     g: Array
-    Z: Array
+    sums: list[tuple[Array, Array]]
+    """``(K-bar, V-bar)`` of each head, contiguous (adding into columns of one wide array is several times slower)."""
 
 
 class HeadProducts:
@@ -77,10 +78,12 @@ class HeadProducts:
                 T=np.empty(rows * columns, dtype),
                 panels=[np.empty(rows * n, dtype) for _ in range(slots)],
                 g=np.empty((rows, max(h.e for h in layer.heads) + 1), dtype),
-                Z=np.empty((n, layer.width), dtype),
+                sums=[(np.empty((n, h.k), dtype), np.empty((n, h.e), dtype)) for h in layer.heads],
             )
             for _ in range(self.workers)
         ]
+        # of all heads side by side: the projected direction, then the adjoint sums
+        self.wide = np.empty((n, layer.width), dtype) if heads > 1 else None
         self.heads = [self._head(h, keep) for h in range(heads)]
         threads.run(self._prepare, self.workers)
 
@@ -143,7 +146,7 @@ class HeadProducts:
         cotangent = g if self.outputs is None else self.outputs.back(g)
 
         def work(w: int) -> None:
-            self.spaces[w].Z[...] = 0.0
+            self._clear(w)
             for panel in self.tiling.share(w, self.workers):
                 for h, head in enumerate(self.heads):
                     part = cotangent[panel.start : panel.stop, head.where.values]
@@ -163,7 +166,7 @@ class HeadProducts:
 
         def work(w: int) -> None:
             space = self.spaces[w]
-            space.Z[...] = 0.0
+            self._clear(w)
             out = np.empty((self.tiling.rows, self.layer.value_width), self.dtype)
             for panel in self.tiling.share(w, self.workers):
                 o = out[: len(panel)]
@@ -182,17 +185,39 @@ class HeadProducts:
         """``[dQ | dK | dV]`` of all heads in one product, then laid beside Q and K."""
         if self.root is not None:
             x = x / self.root
-        Y = self.stack.forward(x, out=self.spaces[0].Z)  # which is free until the adjoint sums begin
+        if self.wide is None:  # one head: straight to their places
+            head, (q, key, v), W = self.heads[0], self.heads[0].where.parts, self.stack.W
+            np.matmul(x, W[q].T, out=head.left[:, : head.where.k])
+            np.matmul(x, W[key].T, out=head.right[:, head.where.k :])
+            np.matmul(x, W[v].T, out=head.dV)
+            return
+        Y = self.stack.forward(x, out=self.wide)
         for head in self.heads:
             (q, key, v), k = head.where.parts, head.where.k
             head.left[:, :k], head.right[:, k:], head.dV[...] = Y[:, q], Y[:, key], Y[:, v]
 
+    def _clear(self, worker: int) -> None:
+        for K, V in self.spaces[worker].sums:
+            K[...] = 0.0
+            V[...] = 0.0
+
     def _collect(self) -> Array:
         """Adds up the threads' adjoint sums and goes back through the projections."""
-        total = self.spaces[0].Z
-        for space in self.spaces[1:]:
-            total += space.Z
-        y = self.stack.back(total)
+        first, others = self.spaces[0].sums, self.spaces[1:]
+        for h, (K, V) in enumerate(first):
+            for space in others:
+                K += space.sums[h][0]
+                V += space.sums[h][1]
+        if self.wide is None:
+            head, (q, key, v), W = self.heads[0], self.heads[0].where.parts, self.stack.W
+            y = head.left[:, : head.where.k] @ W[q]
+            y += first[0][0] @ W[key]
+            y += first[0][1] @ W[v]
+        else:
+            for head, (K, V) in zip(self.heads, first, strict=True):
+                q, key, v = head.where.parts
+                self.wide[:, q], self.wide[:, key], self.wide[:, v] = head.left[:, : head.where.k], K, V
+            y = self.stack.back(self.wide)
         return y if self.root is None else y / self.root
 
     def _tile(self, space: _Workspace, h: int, panel: Panel, t: int, *, fresh: bool) -> Array:
@@ -205,34 +230,34 @@ class HeadProducts:
 
     def _forward(self, space: _Workspace, h: int, panel: Panel, out: Array) -> None:
         """``do`` of the panel's rows."""
-        head = self.heads[h]
-        rows, e = slice(panel.start, panel.stop), head.where.e
-        left, out[...] = head.left[rows], 0.0
-        r = np.zeros(len(panel), self.dtype)
+        head, rows = self.heads[h], slice(panel.start, panel.stop)
+        left, e = head.left[rows], head.where.e
+        y, r = np.zeros((len(panel), e), self.dtype), np.zeros(len(panel), self.dtype)
         for t, (a, b) in enumerate(panel.tiles):
             E = self._tile(space, h, panel, t, fresh=True)
             T = space.T[: E.size].reshape(E.shape)
             np.matmul(left, head.right[a:b].T, out=T)
             T *= E
             r += T @ self.ones[: b - a]
-            out += T @ head.V[a:b, :e]
-            out += E @ head.dV[a:b]
-        out -= r[:, None] * head.O[rows]
-        out *= head.tiles.inverse[rows, None]
+            y += T @ head.V[a:b, :e]
+            y += E @ head.dV[a:b]
+        y -= r[:, None] * head.O[rows]
+        np.multiply(y, head.tiles.inverse[rows, None], out=out)
 
     def _backward(self, space: _Workspace, h: int, panel: Panel, cotangent: Array, *, fresh: bool) -> None:
-        """Adds what the panel's rows give to the adjoint sums ``[Q-bar | K-bar | V-bar]``."""
-        head = self.heads[h]
-        rows, k, e = slice(panel.start, panel.stop), head.where.k, head.where.e
-        q, key, v = head.where.parts
-        Q, Z, g = head.left[rows, k:], space.Z, space.g[: len(panel), : e + 1]
-        np.multiply(cotangent, head.tiles.inverse[rows, None], out=g[:, :e])
-        g[:, e] = -np.einsum("ij,ij->i", g[:, :e], head.O[rows])
+        """Adds what the panel's rows give to the adjoint sums; Q-bar takes the place of dQ, now done with."""
+        head, rows = self.heads[h], slice(panel.start, panel.stop)
+        k, e, (K, V) = head.where.k, head.where.e, space.sums[h]
+        Q, dQ, g = head.left[rows, k:], np.zeros((len(panel), k), self.dtype), space.g[: len(panel), : e + 1]
+        values = cotangent * head.tiles.inverse[rows, None]
+        g[:, :e] = values
+        g[:, e] = -np.einsum("ij,ij->i", values, head.O[rows])
         for t, (a, b) in enumerate(panel.tiles):
             E = self._tile(space, h, panel, t, fresh=fresh)
             T = space.T[: E.size].reshape(E.shape)
             np.matmul(g, head.V[a:b].T, out=T)
             T *= E
-            Z[rows, q] += T @ head.right[a:b, :k]
-            Z[a:b, key] += T.T @ Q
-            Z[a:b, v] += E.T @ g[:, :e]
+            dQ += T @ head.right[a:b, :k]
+            K[a:b] += T.T @ Q
+            V[a:b] += E.T @ values
+        head.left[rows, :k] = dQ

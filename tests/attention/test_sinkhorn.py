@@ -125,7 +125,7 @@ def test_the_mean_is_kept() -> None:
 
 
 def test_symmetric_forms_have_a_symmetric_jacobian() -> None:
-    """With V = A symmetric the flow is a gradient flow: the Jacobian is symmetric (THEORY, T-F)."""
+    """With V = A symmetric the flow is a gradient flow: the Jacobian is symmetric."""
     rng = np.random.default_rng(23)
     A, X = cloud("positive", 15, 3, rng)
     J = SinkhornAttention(A, A, tol=1e-13).jacobian(X).to_dense()

@@ -1,4 +1,4 @@
-"""Certified maxima by branch and bound: boxes are bounded by their worst corner, and the worst boxes are halved."""
+"""Certified maxima by branch and bound: boxes are bounded at their worst corner, the worst boxes are halved."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def maximise(
     floor: float = -np.inf,
     probe: int = 64,
 ) -> Maximum:
-    """Upper bound of the maximum of ``bound`` over the boxes, within ``tol`` of the best point when cells suffice.
+    """Upper bound of the maximum of ``bound`` over the boxes, within ``tol`` of the best point if cells suffice.
 
     Parameters
     ----------
     bound : callable
         ``bound(lo, hi) -> (count,)``, an upper bound on each box, ``-inf`` where the box is empty. A degenerate box
-        ``lo == hi`` stands for a point. It may return ``(bound, pull)``, ``pull (dims, count)`` the looseness that each
-        side is to blame for: the side with the largest is halved (by default the relatively longest side).
+        ``lo == hi`` stands for a point. It may return ``(bound, pull)``, ``pull (dims, count)`` the looseness that
+        each side is to blame for: the side with the largest is halved (by default the relatively longest).
     lo, hi : ndarray (dims, count)
         Boxes that cover the domain; each later box is a half of an earlier one, so the cover stays.
     tol : float
@@ -63,12 +63,20 @@ def maximise(
         A value below which the maximum is of no interest: boxes below it are not split.
     probe : int
         Number of leading boxes whose middle is evaluated each round.
+
+    Raises
+    ------
+    ValueError
+        ``bound`` gave a nan: nothing is proved then.
     """
     widths = np.maximum((hi - lo).max(axis=1, keepdims=True), 1e-300)
 
     def evaluate(lo: Array, hi: Array) -> tuple[Array, Array]:
         found = bound(lo, hi)
-        return found if isinstance(found, tuple) else (found, (hi - lo) / widths)
+        pair = found if isinstance(found, tuple) else (found, (hi - lo) / widths)
+        if np.isnan(pair[0]).any():
+            raise ValueError("the bound of a box must be a number, received nan; check the multipliers.")
+        return pair
 
     value, pull = evaluate(lo, hi)
     cells = value.size

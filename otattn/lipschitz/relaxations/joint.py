@@ -38,7 +38,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ __all__ = ["joint"]
 Array = NDArray[np.float64]
 
 _CELLS = 20_000
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 def column_sum(n: int, kappa: float) -> float:
@@ -70,12 +69,12 @@ def column_sum(n: int, kappa: float) -> float:
 class _Rows:
     """The row constants at the corners of the region: all arrays have one entry a corner.
 
-    ``ratio`` is ``sigma / v`` (the field part per unit of trace and of v).
+    ``diagonal`` bounds ``|V C_i A| / v``.
     """
 
     gamma: Array
     spread: Array
-    ratio: float
+    diagonal: Array
     n: int
     T: float
     atoms: int
@@ -110,8 +109,8 @@ class _Rows:
         return best
 
     def peak(self, k: Array, e: Array, alpha: Array) -> Array:
-        """``max_{x <= k} (x + ratio lam e)^2 - alpha x^2 / Omega``, elementwise."""
-        b = self.ratio * self.spread * e
+        """``max_{x <= k} (x + diagonal e)^2 - alpha x^2 / Omega``, elementwise."""
+        b = self.diagonal * e
         shrink = alpha / self.omega
         with np.errstate(divide="ignore", invalid="ignore"):
             x = np.where(shrink > 1, np.minimum(k, b / (shrink - 1)), k)
@@ -126,7 +125,7 @@ class _Rows:
             return np.asarray(value)
         value = value + self.peak(k, e2, alpha).max(axis=-1)
         if self.n > 2:
-            b = self.ratio * self.spread
+            b = self.diagonal
             with np.errstate(divide="ignore", invalid="ignore"):
                 # past the e where the inner maximum over x saturates, F(e) - mu e^2 is (k + b e)^2 - mu e^2 - const
                 vertex = np.where(mu > b**2, k * b / (mu - b**2), np.inf)
@@ -141,9 +140,10 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Cells of ``(rho, theta)``."""
+    """Cells of ``(rho, theta)``; ``memory`` keeps the multipliers found so far, to start from on later cells."""
 
     rows: _Rows
+    memory: list[tuple[Array, Array, Array]] = field(default_factory=list)
 
     def corner(self, lo: Array, hi: Array) -> tuple[Array, Array, Array, Array]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
@@ -154,45 +154,58 @@ class _Search:
         return k, e1, e2, np.clip(1 - r0**2, 0.0, max(0, self.rows.n - 2) * e2**2)
 
     def bound(self, lo: Array, hi: Array) -> Array:
-        """Logarithm of the bound of each cell, with multipliers sought for it (any are valid)."""
+        """Logarithm of the bound of each cell, ``-inf`` where it is empty."""
+        value, _, _ = self.optimum(lo, hi)
+        # the other norms cannot hold what the two largest leave
+        most = (self.rows.n - 2) * (hi[0] * np.sin(hi[1])) ** 2
+        return np.where(1 - hi[0] ** 2 > most * (1 + 1e-12) + 1e-12, -np.inf, np.log(value))
+
+    def winners(self, at: Array) -> Array:
+        """The corners of the region where the rows' maxima stand at the point ``at (2, 1)``."""
+        _, alpha, mu = self.optimum(at, at)
+        k, e1, e2, _ = self.corner(at, at)
+        values = [self.rows.peak(k, e[:, None], alpha[:, None])[0] for e in (e1, e2, 0.5 * e2)]
+        values[2] = values[2] - 0.25 * float(mu[0] * e2[0] ** 2)
+        return np.unique([int(x.argmax()) for x in values])
+
+    def optimum(self, lo: Array, hi: Array) -> tuple[Array, Array, Array]:
+        """The bound of each cell with the multipliers ``alpha, mu`` sought for it (any are valid)."""
         n = self.rows.n
         k, e1, e2, rem = self.corner(lo, hi)
         omega = float(self.rows.omega.max())
         shape = e1.shape
-        start = self.rows.peak(k, e2[:, None], np.zeros((1, 1))).max(axis=-1) / np.maximum(e2, 1e-3) ** 2
-        value, alpha, log_mu = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
+        scale = self.rows.peak(k, e2[:, None], np.zeros((1, 1))).max(axis=-1) / np.maximum(e2, 1e-3) ** 2
+        value, part, log_mu = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
 
-        def attempt(a: Array, log_m: Array) -> Array:
-            nonlocal value, alpha, log_mu
-            found = self.rows.total(k, e1, e2, rem, a, start * np.exp(log_m) if n > 2 else np.zeros(shape))
+        def attempt(new_part: Array, new_log: Array) -> Array:
+            nonlocal value, part, log_mu
+            mu = scale * np.exp(new_log) if n > 2 else np.zeros(shape)
+            found = self.rows.total(k, e1, e2, rem, omega * new_part, mu)
             better = found < value
             value = np.where(better, found, value)
-            alpha, log_mu = np.where(better, a, alpha), np.where(better, log_m, log_mu)
+            part, log_mu = np.where(better, new_part, part), np.where(better, new_log, log_mu)
             return found
 
         # T_n = n says nothing beyond k <= sqrt(Omega): no multiplier for it then
-        for part in (0.0, 0.35, 0.8, 1.4, 3.0) if 0.97 * n > self.rows.T else (0.0,):
-            a = np.full(shape, part * omega)
-            if n <= 2:
-                attempt(a, log_mu)
-                continue
-            # golden section: convex in mu, hence unimodal in its logarithm
-            left, right = np.full(shape, -7.0), np.full(shape, 3.0)
-            inner = [right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)]
-            f = [attempt(a, x) for x in inner]
-            for _ in range(9):
-                go_left = f[0] < f[1]
-                left, right = np.where(go_left, left, inner[0]), np.where(go_left, inner[1], right)
-                new = np.where(go_left, right - _GOLDEN * (right - left), left + _GOLDEN * (right - left))
-                found = attempt(a, new)
-                inner = [np.where(go_left, new, inner[1]), np.where(go_left, inner[0], new)]
-                f = [np.where(go_left, found, f[1]), np.where(go_left, f[0], found)]
-        for step in (0.3, 0.1, 0.03):
-            for da, dm in ((1.0, step), (1.0, -step), (1 + step, 0.0), (1 / (1 + step), 0.0)):
-                attempt(da * alpha, log_mu + dm)
-        # the other norms cannot hold what the two largest leave
-        empty = 1 - hi[0] ** 2 > (n - 2) * e2**2 * (1 + 1e-12) + 1e-12
-        return np.where(empty, -np.inf, np.log(value))
+        columns = 0.97 * n > self.rows.T
+        middle = 0.5 * (lo + hi)
+        if self.memory:
+            # the multipliers of the nearest cell so far
+            places, parts, logs = (np.concatenate(x, axis=-1) for x in zip(*self.memory, strict=True))
+            near = ((middle[:, :, None] - places[:, None, :]) ** 2).sum(axis=0).argmin(axis=1)
+            attempt(parts[near], logs[near])
+        else:
+            for first in (0.0, 0.35, 0.8, 1.4, 3.0) if columns else (0.0,):
+                for log_m in np.linspace(-6.0, 3.0, 19) if n > 2 else (0.0,):
+                    attempt(np.full(shape, first), np.full(shape, log_m))
+        for step in (0.3, 0.12, 0.04):
+            for sign in (1.0, -1.0):
+                if n > 2:
+                    attempt(part, log_mu + sign * step)
+                if columns:
+                    attempt(np.maximum(part, 0.02) * (1 + step) ** sign, log_mu)
+        self.memory.append((middle, part, log_mu))
+        return value, omega * part, scale * np.exp(log_mu)
 
 
 def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> _Rows:
@@ -202,9 +215,10 @@ def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> _Rows
         *(float(problem[k]) for k in ("a", "top", "v", "sigma", "trace_sigma", "kappa")),
     )
     n = int(problem["n"])
-    family = SelfLogit.build(head, multipliers["nu"], multipliers["gap"])
-    gamma, spread = spread_region(head, n, family, cells=int(problem["cells"]))
-    return _Rows(gamma, spread, head.trace_sigma / head.v, n, column_sum(n, head.kappa), int(problem["atoms"]))
+    family = SelfLogit.of(head, multipliers)
+    gamma, spread = spread_region(head, n, family, multipliers["edges"])
+    diagonal = np.minimum(head.trace_sigma * spread, head.sigma) / head.v
+    return _Rows(gamma, spread, diagonal, n, column_sum(n, head.kappa), int(problem["atoms"]))
 
 
 def _least_rho(n: int) -> float:
@@ -235,12 +249,14 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     n : int
         Number of tokens; one token is moved by V alone.
     effort : {"fast", "deep"}
-        Relative accuracy 1e-2 or 1e-3 of the maximum, and coarser or finer cells for the rows.
+        Gap of the branch and bound, 0.5 percent (a few seconds) or 0.1 percent, and coarser or finer cells for the
+        rows.
 
     Returns
     -------
     Certificate
-        Multipliers: those of S2 (``nu``, ``gap``). alpha and mu are sought again, cell by cell, by each recheck.
+        Multipliers: those of S2 (``nu``, ``gap``) and the ``edges`` of the cells of ``|g|``. alpha and mu are sought
+        again, cell by cell, by each recheck.
 
     Examples
     --------
@@ -259,9 +275,26 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     deep = effort == "deep"
     names = ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")
     problem = {k: getattr(head, k) for k in names}
-    problem |= {"n": count, "cells": 400 if deep else 80, "atoms": 200 if deep else 80, "tol": 2e-3 if deep else 6e-3}
+    problem |= {"n": count, "atoms": 200 if deep else 80, "tol": 2e-3 if deep else 1e-2}
     family = SelfLogit.default(head)
-    multipliers = {"nu": family.nu, "gap": family.gap}
+    edges = np.linspace(0.0, 1.0, 25)
+    multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}
+    for _ in range(3 if deep else 2):
+        # finer cells of |g| where they decide, around the worst spot so far
+        search = _Search(_rows(problem, multipliers))
+        spot, memory = _prove(search, 0.03), search.memory
+        at = 0.5 * (spot.lo + spot.hi)[:, None]
+        for _ in range(60 if deep else 40):
+            rows = _rows(problem, multipliers)
+            if rows.gamma.size == 1:
+                break
+            gamma = rows.gamma[_Search(rows, list(memory)).winners(at)] / head.top
+            cell = np.clip(np.searchsorted(edges, gamma * (1 - 1e-12)) - 1, 0, edges.size - 2)
+            cell = cell[np.diff(edges)[cell] > (1e-3 if deep else 4e-3)]
+            if cell.size == 0:
+                break
+            edges = np.union1d(edges, 0.5 * (edges[cell] + edges[cell + 1]))
+            multipliers["edges"] = edges
     rows = _rows(problem, multipliers)
     found = _prove(_Search(rows), problem["tol"])
     return certify(

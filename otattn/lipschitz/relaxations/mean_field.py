@@ -229,7 +229,7 @@ def _proof(problem: Mapping[str, Any], multipliers: Mapping[str, Array], tol: fl
     trail: _Trail = None
     if head.a > 0:
         least = _least_stretch(head.A, head.a)
-        family = SelfLogit.build(head, multiplier(multipliers, "nu", multipliers["nu"].shape), multipliers["gap"])
+        family = SelfLogit.of(head, multipliers)
         field = _Barycentre(head, family, least)
         found = maximise(field.m3(s1, s2), *boxes(*field.axes(24)), tol=tol, max_cells=_CELLS)
         logs["M3"] = found.value

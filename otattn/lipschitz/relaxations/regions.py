@@ -26,6 +26,7 @@ subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves `
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.lipschitz.quadratic import max_norm_product
 from otattn.lipschitz.regions import resolve_domain, see
+from otattn.lipschitz.relaxations.certificate import multiplier
 from otattn.lipschitz.rounding import up
 from otattn.lipschitz.setting import softmax_form
 from otattn.measures.domains import Ball, Domain
@@ -149,6 +151,12 @@ class SelfLogit:
         return cls(nu.copy(), gap.copy(), lam + slack, const + 1e-12 * (np.abs(const) + np.abs(nu) * size**2))
 
     @classmethod
+    def of(cls, head: UnitHead, multipliers: Mapping[str, Array]) -> SelfLogit:
+        """The family of stored multipliers ``nu`` and ``gap``."""
+        nu = multiplier(multipliers, "nu", multipliers["nu"].shape)
+        return cls.build(head, nu, multiplier(multipliers, "gap", nu.shape, sign=True))
+
+    @classmethod
     def default(cls, head: UnitHead, *, count: int = 200) -> SelfLogit:
         """A geometric family of both signs of nu, pruned to the members that win somewhere on ``(|g|, |z|)``."""
         if head.a == 0.0:
@@ -204,12 +212,15 @@ def entropy_gap(n: int) -> float:
     return w
 
 
-def spread_region(head: UnitHead, n: int, family: SelfLogit, *, cells: int = 400) -> tuple[Array, Array]:
-    """Corners ``(gamma, spread)``: every row of every configuration of n tokens has ``|g_i| <= gamma_k`` and
-    ``tr C_i <= spread_k`` for one k (T7 on cells of ``|g|``; dominated corners are dropped).
+def spread_region(head: UnitHead, n: int, family: SelfLogit, edges: Array) -> tuple[Array, Array]:
+    """Corners ``(gamma, spread)`` of what T7 allows, on the cells of ``|g| / top`` that ``edges`` bound.
+
+    Every row of every configuration of n tokens has ``|g_i| <= gamma_k`` and ``tr C_i <= spread_k`` for one k;
+    dominated corners are dropped.
     """
-    edges = np.linspace(0.0, head.top, cells + 1)
-    g0, g1 = edges[:-1], edges[1:]
+    if edges.ndim != 1 or edges.size < 2 or edges[0] != 0.0 or edges[-1] != 1.0 or not (np.diff(edges) > 0).all():
+        raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
+    g0, g1 = head.top * edges[:-1], head.top * edges[1:]
     low = family.lower(g0, g1) - 1e-12 * head.top
     excess = np.maximum(low - entropy_gap(n), 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
