@@ -350,6 +350,14 @@ def main() -> None:
         repeats = max(1, args.repeats // 2) if large else args.repeats
         results.append((problem, *measure(problem, repeats, everything=not large)))
         print("\n".join(table(*results[-1])), flush=True)
+        write(results, args.out, args.threads)
+    print("\n".join(verdicts(results)))
+
+
+def write(results: list[tuple[Problem, float, list[Method]]], out: Path, threads: int) -> None:
+    """What has been measured so far, as Markdown and a picture (an interrupted run keeps its finished problems)."""
+    import torch
+
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     head = [
         "# The local constant of a layer",
@@ -358,17 +366,16 @@ def main() -> None:
         "process; a ratio is the median over the rounds of (time of the method / time of otattn fast in that round).",
         "Memory is the growth of the resident set over one run in a process of its own. Steps are products with J^T J.",
         "",
-        f"- {processor()}; torch {args.threads} threads; load of the machine at the end: {load}",
+        f"- {processor()}; torch {threads} threads; load of the machine at the end: {load}",
         f"- Python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}, "
         f"torch {torch.__version__}",
         "- seeds: layer and tokens 0, starting vectors 0",
         "",
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     body = [line for result in results for line in table(*result)]
-    (args.out / "local.md").write_text("\n".join([*head, *verdicts(results), "## Measurements", "", *body]))
-    picture(results, args.out / "local.png")
-    print("\n".join(verdicts(results)))
+    (out / "local.md").write_text("\n".join([*head, *verdicts(results), "## Measurements", "", *body]))
+    picture(results, out / "local.png")
 
 
 if __name__ == "__main__":
