@@ -1,6 +1,6 @@
 """Pictures of results: ``plot_X(result, *, ax=None) -> Axes``."""
 
-from otattn.plotting.enclosure import plot_enclosure, plot_real_against_adversarial
+from otattn.plotting.enclosure import plot_enclosure, plot_head_enclosures, plot_real_against_adversarial
 from otattn.plotting.growth import plot_crossover, plot_local_growth
 from otattn.plotting.stability import plot_stability
 from otattn.plotting.style import COLORS, save
@@ -9,6 +9,7 @@ __all__ = [
     "COLORS",
     "plot_crossover",
     "plot_enclosure",
+    "plot_head_enclosures",
     "plot_local_growth",
     "plot_real_against_adversarial",
     "plot_stability",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from otattn.lipschitz.comparison import RealAgainstAdversarial
 from otattn.lipschitz.enclosure import EnclosureTable
 from otattn.plotting.style import COLORS, axes
 
-__all__ = ["plot_enclosure", "plot_real_against_adversarial"]
+__all__ = ["plot_enclosure", "plot_head_enclosures", "plot_real_against_adversarial"]
 
 
 def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
@@ -39,6 +40,27 @@ def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
     ax.set_xlabel("number of tokens n" if table.parameter == "n" else "radius R of the token ball")
     ax.set_ylabel("Lipschitz constant in W_p")
     ax.legend(fontsize=8, frameon=False)
+    return ax
+
+
+def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Any = None) -> Any:
+    """One interval a head from the witnessed lower to the proven upper bound; published bound and real tokens beside it.
+
+    ``rows`` have the keys ``head``, ``lower``, ``upper``, ``published`` and ``real``.
+    """
+    ax = axes(ax)
+    x = np.arange(len(rows))
+    low, high, paper, real = (np.array([r[k] for r in rows]) for k in ("lower", "upper", "published", "real"))
+    ax.vlines(x, low, high, color=COLORS["sky"], lw=6, alpha=0.6, label="enclosure")
+    ax.plot(x, paper, color=COLORS["red"], marker="s", ms=4, ls="", label="published upper bound")
+    ax.plot(x, high, color=COLORS["blue"], marker="v", ms=5, ls="", label="upper bound, proven")
+    ax.plot(x, low, color=COLORS["green"], marker="^", ms=5, ls="", label="lower bound, witnessed")
+    ax.plot(x, real, color=COLORS["orange"], marker="o", ms=4, ls="", label="local constant at real tokens")
+    ax.set_yscale("log")
+    ax.set_xticks(x, [str(r["head"]) for r in rows])
+    ax.set_xlabel("head")
+    ax.set_ylabel("Lipschitz constant in W_2")
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return ax
 
 

@@ -12,6 +12,7 @@ from otattn import _validate as check
 from otattn.data import SampleLayer
 from otattn.plotting import save
 from otattn.report.bounds_section import bounds_section
+from otattn.report.enclosure_section import enclosure_section
 from otattn.report.local_section import local_section
 from otattn.report.plain import to_json
 from otattn.report.section import Section
@@ -56,11 +57,12 @@ def build_report(
     check.count(n_tokens, "n_tokens", least=2)
     start = time.perf_counter()
     heads = len(layer.heads)
-    with tqdm(total=5 * heads, desc="report", unit="step", disable=not progress) as bar:
+    with tqdm(total=6 * heads, desc="report", unit="step", disable=not progress) as bar:
         local, growth = local_section(layer, advance=bar.update)
         stability = stability_section(layer, seed=seed, n_pairs=n_pairs, n=n_tokens, advance=bar.update)
         crossing = bounds_section(layer, radius=float(growth.radii.max()), advance=bar.update)
-    sections = [stability, local, crossing]
+        enclosure = enclosure_section(layer, growth, seed=seed, advance=bar.update)
+    sections = [enclosure, stability, local, crossing]
     head = {
         "layer": _name(layer),
         "heads": heads,

@@ -5,15 +5,19 @@ from otattn.lipschitz.relaxations.column_sums import kappa
 from otattn.lipschitz.relaxations.field import field_jacobian
 from otattn.lipschitz.relaxations.heads import multihead
 from otattn.lipschitz.relaxations.interval_simplex import interval_simplex
+from otattn.lipschitz.relaxations.joint import joint
 from otattn.lipschitz.relaxations.local_ball import local_ball
+from otattn.lipschitz.relaxations.mean_field import mean_field
 from otattn.lipschitz.relaxations.self_entropy import row_constant, self_entropy
 
 __all__ = [
     "Certificate",
     "field_jacobian",
     "interval_simplex",
+    "joint",
     "kappa",
     "local_ball",
+    "mean_field",
     "multihead",
     "row_constant",
     "self_entropy",

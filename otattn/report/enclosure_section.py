@@ -1,0 +1,66 @@
+"""The enclosure of each head: a witnessed lower and a proven upper bound, beside the published one and the real tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from otattn.data import SampleLayer
+from otattn.lipschitz.bound import Bound, Enclosure
+from otattn.lipschitz.clusters import cluster_constant
+from otattn.lipschitz.comparison import adversarial_head_tokens, reduced_head
+from otattn.lipschitz.enclosure import published_upper
+from otattn.lipschitz.growth import LocalGrowth
+from otattn.lipschitz.upper import lipschitz_upper_bound
+from otattn.measures import Ball
+from otattn.plotting import plot_head_enclosures
+from otattn.report.section import Section, number, table
+
+__all__ = ["enclosure_section"]
+
+
+def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, advance: Any) -> Section:
+    """Enclosures over the ball of the largest token norm, for as many tokens as a window has."""
+    n = layer.hidden_states.shape[1]
+    radius = float(growth.radii.max())
+    method = "two-anchor" if n >= 3 else "ascent"
+    children = np.random.SeedSequence(seed).spawn(len(layer.heads))
+    rows, records = [], []
+    for h, head in enumerate(layer.heads):
+        reduced, _ = reduced_head(head)
+        try:
+            witness = adversarial_head_tokens(head, n, radius, method=method, rng=np.random.default_rng(children[h]))
+        except ValueError:  # no two anchors: A or V is zero across every gradient
+            witness = adversarial_head_tokens(head, n, radius, method="ascent", rng=np.random.default_rng(children[h]))
+        value = cluster_constant(head, witness, n=n).value
+        lower = Bound(value, "lower", "local constant at adversarial tokens", 2.0, Ball(radius), n, witness)
+        enclosure = Enclosure(lower, lipschitz_upper_bound(reduced, radius=radius, n=n))
+        paper = published_upper(head, radius=radius, n=n)
+        real = float(growth.values[h, :, -1].mean())
+        published = math.nan if paper is None else paper.value
+        record = {
+            "head": h,
+            "real": real,
+            "lower": enclosure.lower.value,
+            "upper": enclosure.upper.value,
+            "ratio": enclosure.ratio,
+            "published": published,
+            "upper_source": enclosure.upper.source,
+        }
+        records.append(record)
+        cells = [number(record[k]) for k in ("real", "lower", "upper", "ratio", "published")]
+        rows.append([str(h), *cells, enclosure.upper.source.split("/")[-1]])
+        advance()
+    ratios = [r["ratio"] for r in records if math.isfinite(r["ratio"])]
+    mean = math.exp(float(np.log(ratios).mean())) if ratios else math.nan
+    lines = [
+        f"W_2 Lipschitz constant over all n = {n} tokens in the ball of radius R = {radius:.2f}: a lower bound (the local "
+        "constant at adversarial tokens, given with them) and an upper bound (the best of our theorems and certified "
+        f"relaxations). Geometric mean of upper over lower: {number(mean)}.",
+        "",
+        *table(["head", "real tokens", "lower", "upper", "upper / lower", "published upper", "upper bound by"], rows),
+    ]
+    data = {"n": n, "radius": radius, "geometric_mean_ratio": mean, "heads": records}
+    return Section("Enclosure of the Lipschitz constant", lines, data, {"enclosure.png": plot_head_enclosures(records)})

@@ -1,0 +1,194 @@
+"""The mean-field bound: its lemmas by brute force, its cells, its targets, adversaries on measures, tampering."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from relaxation_attacks import FORMS, climb
+from scipy.special import xlogy
+
+from otattn.attention import SoftmaxAttention
+from otattn.lipschitz import Bound
+from otattn.lipschitz.lower import lipschitz_lower_bound
+from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
+from otattn.lipschitz.relaxations.mean_field import (
+    _Barycentre,
+    _gain,
+    _least_stretch,
+    _m4_bound,
+    _second_moment,
+    _weight,
+    mean_field,
+)
+from otattn.lipschitz.relaxations.regions import SelfLogit, unit_head
+from otattn.measures import Ball, Ellipsoid
+
+GRID = np.linspace(0.0, 1.0, 20_001)[1:-1]
+
+
+def kl(p, q):
+    return xlogy(p, p / q) + xlogy(1 - p, (1 - p) / (1 - q))
+
+
+def test_weight_is_the_maximum_over_the_share():
+    for rho in (0.0, 0.2, 0.7, 0.99):
+        for s in (0.3, 0.5, 1.0, 2.0, 8.0):
+            brute = (4 * GRID * (1 - GRID) * np.exp(-kl((1 + rho) / 2, GRID) / s)).max()
+            # a grid of 5e-5 misses a smooth maximum by 1e-8
+            assert _weight(np.array(rho), s) == pytest.approx(brute, rel=1e-6)
+    rho = np.linspace(0, 1, 50)
+    assert (np.diff(_weight(rho, 1.0)) <= 0).all()
+    assert _weight(np.array(0.0), 1.0) == pytest.approx(1.0)
+    assert _weight(np.array(1.0), 1.0) == pytest.approx(16 / 27)
+
+
+def test_second_moment_is_the_maximum_over_the_share():
+    W = np.array([0.0, 0.1, 0.6, 1.0])
+    for theta in (0.25, 0.5, 1.0):
+        brute = [(GRID * np.exp(-theta * kl(w, GRID))).max() for w in W[:-1]]
+        assert _second_moment(W, theta)[:-1] == pytest.approx(brute, rel=1e-4)
+    assert _second_moment(W, 0.5)[-1] == pytest.approx(1.0)
+
+
+def test_gain_is_the_best_gaussian_channel():
+    y = GRID
+    for B in (0.5, 1.0, 4.0, 30.0):
+        assert _gain(np.array(B)) == pytest.approx((B * y + 0.5 * np.log1p(-y)).max(), rel=1e-4, abs=1e-8)
+    assert _gain(np.array(0.3)) == 0.0
+
+
+def test_the_column_identity_on_random_measures():
+    """``log T = <g(xbar), y - xbar> + E_alpha[log w - KL(alpha | P_x)]``, and the bounds of its pieces."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        d, n = int(rng.integers(1, 4)), int(rng.integers(2, 7))
+        A = rng.normal(size=(d, d)) * np.exp(rng.uniform(-1, 1.5))
+        X = rng.normal(size=(n, d))
+        X /= np.maximum(1.0, np.linalg.norm(X, axis=1, keepdims=True))
+        mu, w = rng.dirichlet(np.ones(n)), np.exp(rng.normal(size=n))
+        logits = X @ A.T @ X.T  # [x, y]
+        Z = np.log(np.exp(logits) @ mu)
+        k = np.exp(logits - Z[:, None])
+        P = k * mu
+        for y in range(n):
+            T = float((mu * k[:, y] * w).sum())
+            alpha = mu * k[:, y] * w / T
+            xbar = alpha @ X
+            divergence = (xlogy(alpha, alpha)[None] - alpha * np.log(P)).sum(axis=1)
+            right = A @ xbar @ (X[y] - xbar) + alpha @ (np.log(w) - divergence)
+            assert math.log(T) == pytest.approx(right, abs=1e-12)
+            # the binary divergence of the data processing step is a lower bound, the variance is 4 q (1 - q) at most
+            rho = float(np.linalg.norm(xbar))
+            sign = X @ xbar / max(rho, 1e-300)
+            p, q = (1 + rho) / 2, P @ (1 + sign) / 2
+            assert (divergence >= kl(p, np.clip(q, 1e-300, 1 - 1e-16)) - 1e-9).all()
+            centred = X[None] - (P @ X)[:, None]
+            lam = np.linalg.eigvalsh(np.einsum("xk,xki,xkj->xij", P, centred, centred))[:, -1]
+            assert (lam <= 4 * q * (1 - q) + 1e-12).all()
+
+
+@pytest.mark.parametrize("name", ["identity", "skew", "generic"])
+def test_cells_dominate_their_points(name):
+    rng = np.random.default_rng(1)
+    A, V = FORMS[name]
+    head = unit_head(SoftmaxAttention(6.0 * A, V), 1.0)
+    field = _Barycentre(head, SelfLogit.default(head), _least_stretch(head.A, head.a))
+    for bound in (field.m3(0.0, 1.0), field.m3(0.6, 0.4), _m4_bound(6.0, 6.0, 0.3)):
+        lo = 0.9 * rng.random((2, 200))
+        hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
+        whole = bound(lo, hi)
+        for _ in range(20):
+            inside = lo + rng.random(lo.shape) * (hi - lo)
+            assert (bound(inside, inside) <= whole + 1e-9).all()
+
+
+@pytest.mark.parametrize("name", ["generic", "skew", "negative"])
+def test_the_exponent_bounds_every_barycentre(name):
+    """No point of the ball has more than what the cells of ``(|x|, |g|)`` allow."""
+    rng = np.random.default_rng(2)
+    A, V = FORMS[name]
+    head = unit_head(SoftmaxAttention(5.0 * A, V), 1.0)
+    field = _Barycentre(head, SelfLogit.default(head), _least_stretch(head.A, head.a))
+    x = rng.normal(size=(4000, len(A)))
+    x *= rng.random((4000, 1)) ** (1 / len(A)) / np.linalg.norm(x, axis=1, keepdims=True)
+    g = x @ head.A.T
+    r, gamma = np.linalg.norm(x, axis=1), np.linalg.norm(g, axis=1)
+    true = gamma - np.sum(g * x, axis=1)
+    assert (true <= field.excess(r, r, gamma, gamma) + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("A", "target"),
+    [(9.0 * np.eye(3), 27.5), (-4.0 * np.eye(3), 185.0)],
+    ids=["identity, 9", "minus identity, 4"],
+)
+def test_targets(A, target):
+    bound = mean_field(SoftmaxAttention(A, np.eye(3)), 1.0)
+    assert bound.value <= target
+    assert bound.verify()
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("a", [1.0, 6.0])
+def test_never_violated_by_measures(name, a):
+    A, V = FORMS[name]
+    attention = SoftmaxAttention(a * A, V)
+    bound = mean_field(attention, 1.0)
+    assert climb(attention, None, 1.0, np.random.default_rng(3)) <= bound.value
+    assert lipschitz_lower_bound(attention, radius=1.0, rng=0).value <= bound.value * (1 + 1e-9)
+    assert bound.verify()
+
+
+def test_every_order_is_above_its_witness():
+    A, V = FORMS["generic"]
+    attention = SoftmaxAttention(3.0 * A, V, bias=[0.4, -0.2, 0.1])
+    values = {p: mean_field(attention, Ball(1.2), p=p).value for p in (1, 1.5, 2, 4, np.inf)}
+    for p in (1, 2, np.inf):
+        assert lipschitz_lower_bound(attention, radius=1.2, p=p, rng=0).value <= values[p] * (1 + 1e-9)
+    # W_inf knows no exponential
+    assert values[np.inf] < min(values[p] for p in (1, 1.5, 2))
+    sharp = mean_field(SoftmaxAttention(np.eye(2), np.eye(2)), 2.0, p=np.inf)
+    assert sharp.value == pytest.approx(4 + math.sqrt(17), rel=1e-9)
+
+
+def test_scaling_zero_maps_and_other_domains():
+    A, V = FORMS["generic"]
+    one = mean_field(SoftmaxAttention(5 * A, V), 1.0).value
+    assert mean_field(SoftmaxAttention(5e6 * A, 1e-6 * V), 1e-3).value == pytest.approx(1e-6 * one, rel=1e-6)
+    assert mean_field(SoftmaxAttention(A, 0 * V), 1.0).value == 0.0
+    assert mean_field(SoftmaxAttention(0 * A, V), 1.0).value == pytest.approx(np.linalg.norm(V, 2), rel=1e-9)
+    flat = Ellipsoid(np.diag([1.0, 0.5, 0.2]), [0.3, 0.0, 1.0])
+    bound = mean_field(SoftmaxAttention(4 * A, V), flat)
+    assert lipschitz_lower_bound(SoftmaxAttention(4 * A, V), domain=flat, rng=0).value <= bound.value
+
+
+def test_a_bound_beyond_the_floats_keeps_its_logarithm():
+    bound = mean_field(SoftmaxAttention(-2000.0 * np.eye(2), np.eye(2)), 1.0)
+    assert type(bound) is Bound
+    assert bound.value == math.inf
+    # the rate e^{kappa / 2} = e^{a} is exact for A = -a I
+    assert bound.details["log_value"] == pytest.approx(2000.0, abs=10.0)
+
+
+@pytest.mark.parametrize("name", ["identity", "generic"])
+def test_the_recheck_rejects_tampering(name):
+    A, V = FORMS[name]
+    bound = mean_field(SoftmaxAttention(9.0 * A, V), 1.0)
+    assert bound.verify()
+    assert not replace(bound, value=0.99 * bound.value).verify()
+    for key in ("nu", "gap"):
+        broken = {**bound.multipliers, key: np.full_like(bound.multipliers[key], np.nan)}
+        assert not replace(bound, multipliers=broken).verify()
+    if bound.details["theorem"] == "M4":
+        assert not replace(bound, multipliers={**bound.multipliers, "h": np.array([-1.0])}).verify()
+        worse = replace(bound, multipliers={**bound.multipliers, "h": 30 * bound.multipliers["h"]})
+        assert worse.proved_value() > bound.value
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="effort"):
+        mean_field(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, effort="slow")
+    with pytest.raises(ValueError, match="p"):
+        mean_field(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, p=0.5)
+    assert mean_field_of_the_package is mean_field
