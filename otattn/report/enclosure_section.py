@@ -13,6 +13,7 @@ from otattn.lipschitz.clusters import cluster_constant
 from otattn.lipschitz.comparison import adversarial_head_tokens, reduced_head
 from otattn.lipschitz.enclosure import published_upper
 from otattn.lipschitz.growth import LocalGrowth
+from otattn.lipschitz.lower import Method
 from otattn.lipschitz.upper import lipschitz_upper_bound
 from otattn.measures import Ball
 from otattn.plotting import plot_head_enclosures
@@ -25,9 +26,10 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
     """Enclosures over the ball of the largest token norm, for as many tokens as a window has."""
     n = layer.hidden_states.shape[1]
     radius = float(growth.radii.max())
-    method = "two-anchor" if n >= 3 else "ascent"
+    method: Method = "two-anchor" if n >= 3 else "ascent"
     children = np.random.SeedSequence(seed).spawn(len(layer.heads))
-    rows, records = [], []
+    rows: list[list[str]] = []
+    records: list[dict[str, Any]] = []
     for h, head in enumerate(layer.heads):
         reduced, _ = reduced_head(head)
         try:
@@ -40,7 +42,7 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
         paper = published_upper(head, radius=radius, n=n)
         real = float(growth.values[h, :, -1].mean())
         published = math.nan if paper is None else paper.value
-        record = {
+        record: dict[str, Any] = {
             "head": h,
             "real": real,
             "lower": enclosure.lower.value,

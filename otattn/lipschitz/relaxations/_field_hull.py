@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
 from otattn._linalg import lambda_max_upper, spectral_norm
+from otattn.lipschitz.relaxations._field_plane import best_edge_point, plane_field
 from otattn.lipschitz.relaxations._heads import SoftmaxHead
 from otattn.lipschitz.relaxations._quadratic import EPS, triangular
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
@@ -68,6 +69,9 @@ def box_field(head: SoftmaxHead, domain: Box, solver: str | None, max_iter: int 
     step = np.ones(k)
     if scale > 0:
         s, diagonal, step, proposal = _low_rank_ascent(M1, M2, max_iter)
+    plane = solver is None and k == 2 and scale > 0
+    if plane:
+        step = best_edge_point(V, K)
     u = np.zeros(head.d)
     u[live] = step * r[live]
     common: dict[str, Any] = {
@@ -75,6 +79,8 @@ def box_field(head: SoftmaxHead, domain: Box, solver: str | None, max_iter: int 
         "witness": DiscreteMeasure(np.stack([domain.center + u, domain.center - u])),
         "details": {"attained": float(np.linalg.norm(head.V @ u) * np.linalg.norm(head.A.T @ u))},
     }
+    if plane:
+        return plane_field(V, K, scale, common)
     if solver is None and k <= _VERTEX_LIMIT:
         signs = np.array(list(itertools.product([1.0], *[[1.0, -1.0]] * (k - 1))))
         q1, q2 = (2.0 * np.linalg.norm(signs @ M.T, axis=1) for M in raw)

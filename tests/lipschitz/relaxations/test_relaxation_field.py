@@ -1,6 +1,7 @@
 """The field part: never below what measures reach, exact on round domains, scaling, degenerate data, large spans."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,9 +103,29 @@ def test_box_against_vertices(d):
         bound = field_jacobian(attention, Box(low, low + 2 * r))
         assert best <= bound.value
         excess.append(bound.value / best)
-    # one multiplier serves all directions: rarely up to a quarter above two atoms, as a rule a percent
+    # one multiplier serves all directions: as a rule a percent above two atoms, one draw in fifty more than a tenth;
+    # in the plane the bound is exact, but two atoms with a free coordinate beat those of this enumeration
     assert np.median(excess) <= 1.02
-    assert max(excess) <= 1.25
+    assert max(excess) <= (1.1 if d < 3 else 1.25)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rectangles_are_exact(seed):
+    rng = np.random.default_rng(seed)
+    attention, r = head(rng, 2), rng.random(2)
+    bound = field_jacobian(attention, Box(-r, r))
+    assert bound.details["attained"] <= bound.value <= bound.details["attained"] * (1 + 1e-6)
+    assert bound.verify()
+    # measures with any number of atoms, climbed from random ones, never do better
+    for _ in range(200):
+        c = int(rng.integers(2, 6))
+        X = np.where(rng.random((c, 2)) < 0.7, rng.choice([-1.0, 1.0], (c, 2)), rng.uniform(-1, 1, (c, 2))) * r
+        w = rng.dirichlet(np.ones(c))
+        Y = X - w @ X
+        assert np.linalg.norm(attention.V @ (w[:, None] * Y).T @ Y @ attention.A, 2) <= bound.value
+    worse = replace(bound, multipliers={"s": 2.0 * bound.multipliers["s"]})
+    assert worse.proved_value() >= bound.details["attained"]
+    assert not replace(bound, multipliers={"s": -bound.multipliers["s"]}).verify()
 
 
 def test_low_rank_ascent_matches_the_semidefinite_program():
