@@ -45,6 +45,7 @@ from otattn.distances import (
     transport,
     transport_plan,
     wasserstein,
+    wasserstein_batch,
 )
 from otattn.errors import (
     CertificateError,
@@ -53,6 +54,7 @@ from otattn.errors import (
     NotGaussianPreservingError,
     OtattnError,
     StoreError,
+    StoreWarning,
 )
 from otattn.lipschitz import (
     Bound,
@@ -128,6 +130,7 @@ __all__ = [
     "StabilityRatio",
     "StabilityStudy",
     "StoreError",
+    "StoreWarning",
     "TransformerBlock",
     "TransportResult",
     "adversarial_tokens",
@@ -157,4 +160,5 @@ __all__ = [
     "transport",
     "transport_plan",
     "wasserstein",
+    "wasserstein_batch",
 ]

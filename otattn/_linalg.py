@@ -38,9 +38,29 @@ def psd_sqrt(S: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def polar_factor(M: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Orthogonal polar factor ``U W^T`` from the SVD ``M = U diag(s) W^T``, batched."""
+    """Orthogonal polar factor ``U W^T`` from the SVD ``M = U diag(s) W^T``, batched.
+
+    In the plane it is written down: the rotation (``det M >= 0``) or reflection nearest to M.
+    """
+    if M.shape[-2:] == (2, 2):
+        return _polar_factor_2x2(M)
     U, _, Wt = np.linalg.svd(M)
     out: NDArray[np.float64] = U @ Wt
+    return out
+
+
+def _polar_factor_2x2(M: NDArray[np.float64]) -> NDArray[np.float64]:
+    a, b, c, d = M[..., 0, 0], M[..., 0, 1], M[..., 1, 0], M[..., 1, 1]
+    # twice the projections on rotations [[x, -y], [y, x]] and on reflections [[x, y], [y, -x]]; the longer is nearer
+    turn, flip = np.hypot(a + d, c - b), np.hypot(a - d, b + c)
+    rotation = turn >= flip
+    size = np.where(rotation, turn, flip)
+    safe = np.where(size > 0.0, size, 1.0)
+    x = np.where(size > 0.0, np.where(rotation, a + d, a - d) / safe, 1.0)
+    y = np.where(rotation, c - b, b + c) / safe
+    out = np.empty(M.shape)
+    out[..., 0, 0], out[..., 1, 0] = x, y
+    out[..., 0, 1], out[..., 1, 1] = np.where(rotation, -y, y), np.where(rotation, x, -x)
     return out
 
 

@@ -7,6 +7,7 @@ __all__ = [
     "NotGaussianPreservingError",
     "OtattnError",
     "StoreError",
+    "StoreWarning",
 ]
 
 
@@ -32,3 +33,7 @@ class MemoryBudgetError(OtattnError, MemoryError):
 
 class StoreError(OtattnError, OSError):
     """A results store is locked, damaged or not ours."""
+
+
+class StoreWarning(UserWarning):
+    """Records of a results store were torn, damaged or foreign: they are named, set aside and computed again."""

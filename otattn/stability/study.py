@@ -68,7 +68,8 @@ def stability_study(
     ValueError
         Every pair consists of equal measures, or the sampler's measures do not fit the attention.
     StoreError
-        The store belongs to another study or is damaged.
+        The store belongs to another study, is in use by another process, or cannot be written. Single records that are
+        damaged are named in a StoreWarning and computed again.
     OverflowError
         An image is not representable in float64.
     ConvergenceError
@@ -89,17 +90,20 @@ def stability_study(
         raise TypeError(f"sampler must be a callable Generator -> (mu, nu), received {type(sampler).__name__}.")
     seed = _root(rng)
     keep: Store = _open_store(store, attention, sampler, order, seed)
-    found = {i: terms for i in range(total) if (terms := keep.get(i)) is not None}
-    missing = [i for i in range(total) if i not in found]
-    size = min(LARGEST_CHUNK, max(1, -(-total // CHUNKS)))
-    chunks = [missing[k : k + size] for k in range(0, len(missing), size)]
-    with tqdm(
-        total=total, initial=len(found), unit="pair", desc="stability", file=sys.stderr, disable=not progress
-    ) as bar:
-        for indices, new in _run(attention, sampler, order, seed, chunks, n_jobs):
-            keep.put(indices, new)
-            found.update(zip(indices, new, strict=True))
-            bar.update(len(indices))
+    try:
+        found = {i: terms for i in range(total) if (terms := keep.get(i)) is not None}
+        missing = [i for i in range(total) if i not in found]
+        size = min(LARGEST_CHUNK, max(1, -(-total // CHUNKS)))
+        chunks = [missing[k : k + size] for k in range(0, len(missing), size)]
+        with tqdm(
+            total=total, initial=len(found), unit="pair", desc="stability", file=sys.stderr, disable=not progress
+        ) as bar:
+            for indices, new in _run(attention, sampler, order, seed, chunks, n_jobs):
+                keep.put(indices, new)
+                found.update(zip(indices, new, strict=True))
+                bar.update(len(indices))
+    finally:
+        keep.close()
     both = np.array([found[i] for i in range(total)])
     numerators, denominators = check.frozen(both[:, 0].copy()), check.frozen(both[:, 1].copy())
     if not denominators.any():

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import types
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,9 @@ import pytest
 
 from otattn.attention import ExponentialAttention, MaskedAttention, SoftmaxAttention
 from otattn.data import load_sample
-from otattn.errors import ConvergenceError, StoreError
+from otattn.errors import ConvergenceError
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
-from otattn.stability import (
-    DirectoryStore,
-    MemoryStore,
-    StabilityStudy,
-    samplers,
-    stability_ratio,
-    stability_study,
-)
+from otattn.stability import StabilityStudy, samplers, stability_ratio, stability_study
 
 RNG = np.random.default_rng(0)
 SOFTMAX = SoftmaxAttention(RNG.normal(size=(3, 3)), RNG.normal(size=(3, 3)))
@@ -235,93 +227,3 @@ def test_refusals() -> None:
         study.quantile(1.5)
     with pytest.raises(ValueError, match="index must"):
         study.pair(3)
-
-
-# Stores
-
-
-class Interrupting(DirectoryStore):
-    """A kill after a number of chunks."""
-
-    def __init__(self, path: Path, chunks: int) -> None:
-        super().__init__(path)
-        self.left = chunks
-
-    def put(self, indices: Sequence[int], terms: Sequence[tuple[float, float]]) -> None:
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
-        super().put(indices, terms)
-
-
-class Counting:
-    """A sampler that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, rng: np.random.Generator) -> tuple[Any, Any]:
-        self.calls += 1
-        return BALL(rng)
-
-    def __reduce__(self) -> Any:
-        return Counting, ()
-
-
-@pytest.mark.parametrize("torn", [False, True])
-def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path, torn: bool) -> None:
-    whole = study_of(SOFTMAX, Counting(), n_pairs=40, rng=10)
-    with pytest.raises(KeyboardInterrupt):
-        study_of(SOFTMAX, Counting(), n_pairs=40, rng=10, store=Interrupting(tmp_path / "s", 25))
-    chunks = tmp_path / "s" / "chunks.jsonl"
-    if torn:
-        with open(chunks, "ab") as stream:
-            stream.write(b"[[39], [0.12")
-    sampler = Counting()
-    resumed = study_of(SOFTMAX, sampler, n_pairs=40, rng=10, store=tmp_path / "s")
-    assert sampler.calls == 15 + 1  # what was missing, and the best pair once more
-    assert np.array_equal(resumed.numerators, whole.numerators)
-    assert np.array_equal(resumed.denominators, whole.denominators)
-    assert resumed.best.value == whole.best.value
-    sampler = Counting()
-    longer = study_of(SOFTMAX, sampler, n_pairs=50, rng=10, store=str(tmp_path / "s"), n_jobs=1)
-    assert sampler.calls == 11
-    assert np.array_equal(longer.ratios[:40], whole.ratios)
-
-
-def test_a_store_of_another_study_is_refused(tmp_path: Path) -> None:
-    study_of(SOFTMAX, BALL, n_pairs=4, rng=0, store=tmp_path)
-    good: dict[str, Any] = {"attention": SOFTMAX, "sampler": BALL, "n_pairs": 4, "rng": 0, "store": tmp_path}
-    others: list[dict[str, Any]] = [
-        {"rng": 1},
-        {"p": 1},
-        {"sampler": samplers.uniform_ball_pairs(5, 3, 1.5)},
-        {"attention": SoftmaxAttention(SOFTMAX.A, 2 * SOFTMAX.V)},
-        {"attention": MaskedAttention(SOFTMAX), "sampler": samplers.sequence_pairs(5, 3, 1.0)},
-    ]
-    for change in others:
-        with pytest.raises(StoreError, match="must belong to this study"):
-            study_of(**(good | change))
-    same = SoftmaxAttention(SOFTMAX.A.copy(), SOFTMAX.V.copy())
-    study_of(same, samplers.uniform_ball_pairs(5, 3, 1.0), n_pairs=4, rng=0, store=tmp_path)
-    memory = MemoryStore()
-    study_of(SOFTMAX, BALL, n_pairs=4, rng=0, store=memory)
-    assert memory.get(3) is not None
-    with pytest.raises(StoreError, match="must belong to this study"):
-        study_of(SOFTMAX, BALL, n_pairs=4, rng=1, store=memory)
-
-
-def test_a_damaged_store_is_refused(tmp_path: Path) -> None:
-    study_of(SOFTMAX, BALL, n_pairs=4, rng=0, store=tmp_path)
-    chunks = tmp_path / "chunks.jsonl"
-    lines = chunks.read_text().splitlines()
-    chunks.write_text("\n".join([lines[0], "nonsense", *lines[1:]]) + "\n")
-    with pytest.raises(StoreError, match="damaged in line 2"):
-        study_of(SOFTMAX, BALL, n_pairs=4, rng=0, store=tmp_path)
-    (tmp_path / "study.json").write_text("{")
-    with pytest.raises(StoreError, match="is damaged"):
-        study_of(SOFTMAX, BALL, n_pairs=4, rng=0, store=tmp_path)
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(StoreError, match="must be a folder"):
-        study_of(SOFTMAX, BALL, n_pairs=4, rng=0, store=file)
