@@ -86,7 +86,7 @@ from otattn.measures import (
     SpaceTimeMeasure,
 )
 from otattn.report import build_report
-from otattn.stability import StabilityRatio, StabilityStudy, samplers, stability_ratio, stability_study
+from otattn.stability import StabilityRatio, StabilityStudy, Sweep, samplers, stability_ratio, stability_study, sweep
 
 __all__ = [
     "MLP",
@@ -131,6 +131,7 @@ __all__ = [
     "StabilityStudy",
     "StoreError",
     "StoreWarning",
+    "Sweep",
     "TransformerBlock",
     "TransportResult",
     "adversarial_tokens",
@@ -157,6 +158,7 @@ __all__ = [
     "samplers",
     "stability_ratio",
     "stability_study",
+    "sweep",
     "transport",
     "transport_plan",
     "wasserstein",

@@ -5,6 +5,7 @@ from otattn.stability.ratio import StabilityRatio, stability_ratio
 from otattn.stability.result import StabilityStudy
 from otattn.stability.store import DirectoryStore, MemoryStore, Store
 from otattn.stability.study import stability_study
+from otattn.stability.sweep import Sweep, sweep
 
 __all__ = [
     "DirectoryStore",
@@ -12,7 +13,9 @@ __all__ = [
     "StabilityRatio",
     "StabilityStudy",
     "Store",
+    "Sweep",
     "samplers",
     "stability_ratio",
     "stability_study",
+    "sweep",
 ]
