@@ -22,7 +22,7 @@ from otattn.errors import NotGaussianPreservingError
 from otattn.lipschitz.bound import Bound
 from otattn.measures import GaussianMeasure
 
-__all__ = ["gaussian_local_constant"]
+__all__ = ["affine_derivative", "gaussian_local_constant"]
 
 Array = NDArray[np.float64]
 RANK_TOL = 1e-13
@@ -102,7 +102,7 @@ def gaussian_local_constant(attention: AttentionMap, gaussian: GaussianMeasure) 
             f"gaussian must have the dimension {attention.in_dim} of the attention, received {gaussian.dim}."
         )
     m, S = gaussian.mean, gaussian.cov
-    derivative = _derivative(attention, m, S)
+    derivative = affine_derivative(attention, m, S)
     s, E = psd_eigh(S)
     s = np.where(s > RANK_TOL * s.max(initial=0.0), s, 0.0)
     F = E * np.sqrt(s)
@@ -160,9 +160,9 @@ def _tangents(s: Array, E: Array) -> list[tuple[Array, Array]]:
     return out
 
 
-def _derivative(attention: AttentionMap, m: Array, S: Array) -> _Derivative:
+def affine_derivative(attention: AttentionMap, m: Array, S: Array) -> _Derivative:
     if isinstance(attention, MultiHeadAttention):
-        parts = [_derivative(head, m, S) for head in attention.heads]
+        parts = [affine_derivative(head, m, S) for head in attention.heads]
         if attention.outputs is not None:
             parts = [_scaled(W, part) for W, part in zip(attention.outputs, parts, strict=True)]
         return _Derivative(

@@ -1,0 +1,91 @@
+r"""Our Lipschitz bound of attention with rotary positions on a bounded domain, in closed form, with its proof.
+
+The logits are ``s <R_i (Q x_i + b_Q), R_j (K y_j + b_K)>``. The derivative of a logit in the key's token is ``g_ij = s K^T
+R_{i-j} (Q x_i + b_Q)``, which depends on j, so that no published bound and none of the softmax formulas covers it. Turning
+is orthogonal: with R the radius of the tokens, ``|g_ij| <= G = s ||K|| (||Q|| R + |b_Q|)`` and the derivative in the query's
+token has norm at most ``H = s ||Q|| (||K|| R + |b_K|)``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention.rotary import RotaryAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.regions import resolve_domain
+from otattn.lipschitz.rounding import log, up
+from otattn.lipschitz.row_constants import two_largest
+from otattn.lipschitz.theorems import outward
+from otattn.measures.domains import Domain
+
+__all__ = ["rotary_row_bound"]
+
+
+def rotary_row_bound(
+    attention: RotaryAttention,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int,
+    p: float = 2,
+) -> Bound:
+    r"""n tokens, p = 2, with or without mask, whatever the positions: the formula of ``row_bound`` with other constants.
+
+    With ``v = ||V||``, ``t = G R``, ``phi = max(1, (1 + t)/sqrt2)`` and ``sigma = v R H``: ``Lip <= (sigma^2 + (alpha +
+    sqrt(alpha^2 + beta^2)) / 2)^{1/2}``, ``alpha = n v^2 phi^2 + 2 sqrt2 v phi sigma``, ``beta = 2 v phi sigma sqrt(n-2)``;
+    v for one token.
+
+    Proof. Row i of the derivative is ``sum_j P_ij V (eps_j + (y_j - m_i) <g_ij, eps_j>) + V C_i eps_i`` with ``C_i = sum_j
+    P_ij (y_j - m_i) (h_ij - hbar_i)^T``, h the derivatives in the query's token: ``||C_i|| <= R H`` by Cauchy-Schwarz,
+    since ``sum_j P_ij |y_j - m_i|^2 <= R^2`` and ``sum_j P_ij |h_ij - hbar_i|^2 <= H^2``. Along a fixed output direction
+    ``V^T u`` the sum is linear in ``P_i`` where ``<m_i, V^T u>`` is fixed, so it is at most its value for two indices of
+    weights p + q = 1. With ``delta = y_1 - y_2``, ``|delta| <= 2R``, the norm squared of that row is at most ``v^2 (p^2 (1 +
+    2 q t)^2 + q^2 (1 + 2 p t)^2) = v^2 (1 + (4t - 2) z + 8 t^2 z^2)``, ``z = p q`` in ``[0, 1/4]``, convex in z: at most
+    ``v^2 max(1, (1+t)^2/2)``, and only two entries of eps enter. The rest is the proof of ``row_bound``.
+
+    Parameters
+    ----------
+    attention : RotaryAttention
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``, of which the largest norm is used.
+    domain : Domain, optional
+    n : int
+    p : float
+        Only 2.
+
+    Examples
+    --------
+    >>> head = RotaryAttention(np.eye(2), np.eye(2), np.eye(2))
+    >>> rotary_row_bound(head, radius=1.0, n=1).value
+    1.000...
+
+    References
+    ----------
+    otattn, rotary row bound.
+    """
+    if not isinstance(attention, RotaryAttention):
+        raise ValueError(
+            f"attention must be RotaryAttention for this theorem, received {type(attention).__name__}; see "
+            "otattn.bounds.table for the theorems that apply to it."
+        )
+    if check.check_order(p) != 2.0:
+        raise ValueError(f"p must be 2 for rotary_row_bound, received {p!r}; no other order is covered.")
+    region, count = resolve_domain(radius, domain, attention.in_dim), check.count(n, "n")
+    R = region.max_norm
+    q, k, v = (spectral_norm_upper(M) for M in (attention.Q, attention.K, attention.V))
+    s = abs(attention.scale)
+    G = s * k * (q * R + _size(attention.query_bias))
+    H = s * q * (k * R + _size(attention.key_bias))
+    phi, sigma = up(max(1.0, (1.0 + G * R) / math.sqrt(2.0))), up(v * R * H)
+    value = v if count == 1 else two_largest(v * phi, sigma, count)
+    source = "otattn.bounds.rotary_row_bound: rotary row bound"
+    return outward(log(value), source, region, count, 2.0, {"row_constant": phi, "sigma": sigma, "t": G * R})
+
+
+def _size(bias: NDArray[np.float64] | None) -> float:
+    return 0.0 if bias is None else up(float(np.linalg.norm(bias)))
