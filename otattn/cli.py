@@ -1,4 +1,4 @@
-"""The command line: ``otattn report``, ``stability``, ``local`` and ``bounds``.
+"""The command line: ``otattn report``, ``stability``, ``local``, ``bounds``, ``flow`` and ``gradient-flow``.
 
 Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed.
 """
@@ -112,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     bounds.add_argument("--effort", choices=("fast", "deep"), default="fast", help="deep allows branch and bound")
     bounds.add_argument("--json", action="store_true", help="print JSON")
     bounds.add_argument("--out", metavar="DIR", help="also write bounds.json and bounds.png there")
+
+    gradient = command("gradient-flow", _gradient_flow, "Which variant is a gradient flow, of which energy: defects.")
+    gradient.add_argument("--dim", type=_positive, default=3, help="dimension of the random tokens (default 3)")
+    gradient.add_argument("--n", type=_positive, default=8, help="number of random tokens (default 8)")
+    gradient.add_argument("--json", action="store_true", help="print JSON")
+    gradient.add_argument("--out", metavar="DIR", help="also write gradient-flow.json and gradient-flow.png there")
     return parser
 
 
@@ -261,6 +267,31 @@ def _bounds(options: argparse.Namespace) -> None:
         pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
         save(plot_enclosure(table), pathlib.Path(options.out) / "bounds.png")
     _emit(options, "bounds", data, lines)
+
+
+def _gradient_flow(options: argparse.Namespace) -> None:
+    from otattn.gradient_flow import check_gradient_flow, structure_table
+
+    variants = structure_table(dim=options.dim, n=options.n, rng=options.seed)
+    data: dict[str, Any] = variants.to_dict()
+    names = ("field", "wasserstein", "twisted", "bures", "dissipation")
+    lines = [f"{'variant':<15} {'parameters':<26}" + "".join(f"{name:>12}" for name in names) + "  verdict"]
+    for row in variants.rows:
+        cells = [row.report.defects[name] for name in names]
+        shown = "".join(f"{'-' if c is None else f'{c:.1e}':>12}" for c in cells)
+        lines.append(f"{row.variant:<15} {row.values:<26}{shown}  {row.report.verdict}")
+    if options.weights is not None:
+        layer = _layer(options)
+        found = check_gradient_flow(layer.attention, layer.tokens(0)[: options.n], rng=options.seed)
+        data["layer"] = found.to_dict()
+        lines += ["", f"the given layer on its first {options.n} tokens: {found.verdict}"]
+        lines += [f"  {name} defect {value:.2e}" for name, value in found.defects.items() if value is not None]
+    if options.out:
+        from otattn.plotting import plot_structure_table, save
+
+        pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
+        save(plot_structure_table(variants), pathlib.Path(options.out) / "gradient-flow.png")
+    _emit(options, "gradient-flow", data, lines)
 
 
 if __name__ == "__main__":

@@ -108,3 +108,18 @@ def test_usage_errors_exit_with_two() -> None:
         with pytest.raises(SystemExit) as info:
             main(arguments)
         assert info.value.code == 2
+
+
+def test_gradient_flow_table(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["gradient-flow", "--quiet", "--out", str(tmp_path / "g")]) == 0
+    text = capsys.readouterr().out
+    assert "Wasserstein gradient flow" in text
+    rows = json.loads((tmp_path / "g" / "gradient-flow.json").read_text(encoding="utf-8"))["rows"]
+    found = {(r["variant"], r["values"]): r["verdict"] for r in rows}
+    assert found["Sinkhorn", "V = A"] == "Wasserstein gradient flow"
+    assert found["softmax", "V = A"] == "gradient flow with mobility 1/Z"
+    assert (tmp_path / "g" / "gradient-flow.png").read_bytes().startswith(PNG)
+    assert main(["gradient-flow", *small_layer, "--n", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layer"]["verdict"]
+    assert main(["gradient-flow", "--dim", "1"]) == 2
+    assert "dim must" in capsys.readouterr().err
