@@ -86,7 +86,8 @@ def _block(x: Array, y: Array, p: float) -> Array:
         ordinary = (p <= 8.0) & ((size == 0.0) | ((size > _ORDINARY[0] ** 2) & (size < _ORDINARY[1] ** 2)))
         cost = squares
         if p != 2.0:
-            cost = powers(np.sqrt(squares / np.where(ordinary & (size > 0.0), size, 1.0)[:, None, None]), p)
+            fit = np.where(ordinary[:, None, None], squares, 0.0)
+            cost = powers(np.sqrt(fit / np.where(size > 0.0, size, 1.0)[:, None, None]), p)
         partner = np.zeros((B, n), dtype=np.intp)
         for b in np.flatnonzero(ordinary):
             partner[b] = linear_sum_assignment(cost[b])[1]

@@ -14,6 +14,9 @@ from otattn._linalg import spectral_norm_upper
 
 __all__ = ["Ball", "Box", "Domain", "Ellipsoid", "LayerNormDomain", "PointSet"]
 
+_FAR = 1e100
+"""Points further than this many half axes count as at this distance in projections."""
+
 
 class Domain(ABC):
     """A compact set of R^d that holds the tokens."""
@@ -117,8 +120,17 @@ class Ellipsoid(Domain):
         keep = s > s.max(initial=0.0) * 1e-14
         U, s = U[:, keep], s[keep]
         out = np.zeros_like(y)
-        for i, h in enumerate(y @ U):
+        if not s.size:
+            return out + self.center
+        unit = float(s[0])  # the longest half axis: squares of the others then stay in float64
+        s = s / unit
+        with np.errstate(over="ignore"):
+            heights = np.clip(y @ U / unit, -1e250, 1e250)
+        for i, h in enumerate(heights):
             z = h / s
+            far = float(np.abs(z).max(initial=0.0))
+            if far > _FAR:  # squares would overflow, and the nearest point no longer depends on the distance
+                h, z = h * (_FAR / far), z * (_FAR / far)
             if z @ z > 1.0:
                 # |z(nu)| = 1 at the multiplier nu >= 0 of |z|^2 <= 1, z(nu) = s h / (s^2 + nu); |z| <= 1 at nu = |s h|
                 def excess(nu: float, h: NDArray[np.float64] = h) -> float:
@@ -129,7 +141,7 @@ class Ellipsoid(Domain):
                 nu = brentq(excess, 0.0, top, xtol=1e-300) if excess(0.0) > 0.0 else 0.0
                 z = s * h / (s**2 + nu)
                 z /= max(1.0, float(np.linalg.norm(z)))
-            out[i] = U @ (s * z)
+            out[i] = U @ (unit * s * z)
         return out + self.center
 
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
