@@ -13,6 +13,7 @@ __all__ = [
     "check_weights",
     "frozen",
     "matrix",
+    "moderate",
     "points",
     "positive",
     "rng_from",
@@ -20,6 +21,8 @@ __all__ = [
 ]
 
 WEIGHT_SUM_TOL = 1e-6
+LARGEST = 1e40
+"""Entries of matrices, covariances and domains up to here: products of seven of them still fit in float64."""
 
 
 def frozen(array: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -53,6 +56,16 @@ def as_float_array(value: Any, name: str, *, ndim: int | None = None) -> NDArray
     return out
 
 
+def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDArray[np.float64]:
+    """The array itself when no entry exceeds the limit."""
+    size = float(np.abs(out).max(initial=0.0))
+    if size > limit:
+        raise ValueError(
+            f"{name} must have entries of at most {limit:g}, received {size:g}, whose products overflow; rescale the units."
+        )
+    return out
+
+
 def points(value: Any, name: str = "points", *, dim: int | None = None) -> NDArray[np.float64]:
     """A finite ``(n, d)`` array with n >= 1 and d >= 1."""
     out = as_float_array(value, name, ndim=2)
@@ -74,12 +87,12 @@ def matrix(value: Any, name: str, *, shape: tuple[int | None, int | None] = (Non
     return out
 
 
-def vector(value: Any, name: str, *, size: int | None = None) -> NDArray[np.float64]:
-    """A finite ``(size,)`` array."""
+def vector(value: Any, name: str, *, size: int | None = None, limit: float = np.inf) -> NDArray[np.float64]:
+    """A finite ``(size,)`` array, its entries at most ``limit``."""
     out = as_float_array(value, name, ndim=1)
     if size is not None and out.shape[0] != size:
         raise ValueError(f"{name} must have {size} entries, received {out.shape[0]}.")
-    return out
+    return moderate(out, name, limit)
 
 
 def check_weights(value: Any, n: int, name: str = "weights", *, normalise: bool = False) -> NDArray[np.float64]:

@@ -143,6 +143,7 @@ def energy_dissipation(
             "none (A symmetric and V = c A does); use check_gradient_flow for its defects."
         )
     start = as_discrete(mu).support()
+    check.moderate(start.points, "mu")
     check.count(n_times, "n_times", least=2)
     rate = _rate(attention, start)
     horizon = (TURN / rate if rate > 0.0 else 1.0) if t_end is None else check.positive(t_end, "t_end")

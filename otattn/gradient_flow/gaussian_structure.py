@@ -14,6 +14,7 @@ from otattn.attention import AttentionMap
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, probed_asymmetry
 from otattn.lipschitz.gaussian_constant import affine_derivative
+from otattn.lipschitz.setting import check_sizes
 from otattn.measures.gaussian import check_covariance
 
 __all__ = ["bures_closedness", "covariance_tangent"]
@@ -142,7 +143,8 @@ def _probed(apply: Callable[[Array], Array], d: int, rng: np.random.Generator, p
 
 
 def _definite(cov: ArrayLike, attention: AttentionMap) -> Array:
-    S = check_covariance(cov, dim=attention.in_dim)
+    S = check.moderate(check_covariance(cov, dim=attention.in_dim), "cov")
+    check_sizes(attention)
     if attention.causal:
         raise NotGaussianPreservingError(
             "attention must be unmasked for a flow of Gaussians, received a masked one; use the discrete tests."

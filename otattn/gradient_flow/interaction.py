@@ -125,7 +125,7 @@ class ExponentialEnergy(InteractionEnergy):
 
     def __init__(self, A: ArrayLike, *, bias: ArrayLike | None = None) -> None:
         super().__init__(A)
-        c = None if bias is None else check.frozen(check.vector(bias, "bias", size=len(self.A)))
+        c = None if bias is None else check.frozen(check.vector(bias, "bias", size=len(self.A), limit=check.LARGEST))
         object.__setattr__(self, "bias", c)
 
     def _H(self, S: Array) -> Array:

@@ -18,6 +18,7 @@ from otattn.gradient_flow.known import known_gaussian_structure, known_structure
 from otattn.gradient_flow.mobility import mobility_defect
 from otattn.gradient_flow.report import GradientFlowReport, verdict_of, worst
 from otattn.gradient_flow.twisted import twisted_field
+from otattn.lipschitz.setting import check_sizes
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["check_gradient_flow"]
@@ -124,6 +125,8 @@ def check_gradient_flow(
     if seed is None:
         seed = int(check.rng_from(rng).integers(2**62))
     generator = check.rng_from(seed)
+    check.moderate(measure.points, "mu")
+    check_sizes(attention)
     copies = displaced if measure.n * measure.dim <= dense_size else 0
     clouds = [measure, *(_displaced(measure, generator) for _ in range(copies))]
     field = max(_field_defect(attention, cloud, generator) for cloud in clouds)

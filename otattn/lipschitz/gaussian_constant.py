@@ -20,6 +20,7 @@ from otattn.attention import (
 )
 from otattn.errors import NotGaussianPreservingError
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.setting import check_sizes
 from otattn.measures import GaussianMeasure
 
 __all__ = ["affine_derivative", "gaussian_local_constant"]
@@ -101,6 +102,8 @@ def gaussian_local_constant(attention: AttentionMap, gaussian: GaussianMeasure) 
         raise ValueError(
             f"gaussian must have the dimension {attention.in_dim} of the attention, received {gaussian.dim}."
         )
+    check_sizes(attention)
+    check_sizes(gaussian)
     m, S = gaussian.mean, gaussian.cov
     derivative = affine_derivative(attention, m, S)
     s, E = psd_eigh(S)

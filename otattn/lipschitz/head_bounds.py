@@ -21,7 +21,7 @@ from otattn.lipschitz.masked_bounds import masked_softmax_bounds
 from otattn.lipschitz.pointwise_bounds import unnormalised
 from otattn.lipschitz.regions import Region, Seen, check_count, resolve_domain, see
 from otattn.lipschitz.rounding import log, log_sum, up
-from otattn.lipschitz.setting import form_of
+from otattn.lipschitz.setting import check_sizes, form_of
 from otattn.lipschitz.theorems import outward, softmax_bounds
 from otattn.measures.domains import Domain
 
@@ -74,6 +74,7 @@ class HeadPart:
 
 def heads_of(attention: AttentionMap) -> list[HeadPart]:
     """The heads of an attention map; nested sums are opened, a mask is handed down."""
+    check_sizes(attention)
     return _parts(attention, None, False)
 
 

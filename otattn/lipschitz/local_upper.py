@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
@@ -72,6 +73,7 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     measure = attention.as_measure(mu)
     live = measure if (measure.weights > 0).all() else measure.support()
     times = getattr(live, "times", None) if attention.causal else None
+    check.moderate(live.points, "mu")
     heads = heads_of(attention)
     parts = [_head(part.head, part.compact, live, times) for part in heads]
     value = sum(parts)

@@ -18,6 +18,7 @@ from otattn.lipschitz.explicit import Layout, hint_forms, output_pair, search_ex
 from otattn.lipschitz.forms import Form, forms_of
 from otattn.lipschitz.search import Effort, search_measures, search_tokens
 from otattn.lipschitz.sequences import search_chains, search_sequences
+from otattn.lipschitz.setting import check_sizes
 from otattn.measures import Ball, Domain, SpaceTimeMeasure
 
 __all__ = ["adversarial_tokens", "lipschitz_lower_bound"]
@@ -71,6 +72,7 @@ def _task(attention: Any, radius: float | None, domain: Domain | None) -> _Task:
         raise ValueError(
             "the dimension of the tokens must be known, received a map and a domain that fit any; give Ball(radius, dim)."
         )
+    check_sizes(attention)
     forms = forms_of(_unmasked(attention))
     chart = chart_of(region, dim, forms)
     hints = hint_forms(attention) if forms is None else forms

@@ -139,10 +139,13 @@ def density_constant_p(t: float, n: int | None, p: float) -> tuple[float, float]
     def cells(q0: Array, q1: Array) -> Array:
         middle = np.clip(0.5, q0, q1)
         first = np.minimum(np.log1p(-(1.0 - r) * q0), log_cap)
-        return np.asarray(first + 0.5 * p * np.log1p(4.0 * t * t * middle * (1.0 - middle)))
+        share = 2.0 * np.sqrt(middle * (1.0 - middle))
+        # beyond 1e100 the 1 is below rounding, and the square would overflow
+        spread = np.log1p((t * share) ** 2) if t < 1e100 else 2.0 * (np.log(t) + np.log(np.maximum(share, 1.0 / t)))
+        return np.asarray(first / p + 0.5 * spread)
 
     # the logarithms are of size 2 t, and so is their rounding
-    top = (2.0 * t + _cell_maximum(cells)) / p + 1e-15 * (1.0 + t)
+    top = 2.0 * t / p + _cell_maximum(cells) + 1e-15 * (1.0 + t)
     return up(safe_exp(top)), top
 
 

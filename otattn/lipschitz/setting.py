@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import MaskedAttention, SoftmaxAttention
 
-__all__ = ["SoftmaxForm", "check_two", "form_of", "refuse_bias", "softmax_form"]
+__all__ = ["SoftmaxForm", "check_sizes", "check_two", "form_of", "refuse_bias", "softmax_form"]
 
 Array = NDArray[np.float64]
 
@@ -49,6 +49,21 @@ class SoftmaxForm:
         return spectral_norm_upper(self.V)
 
 
+def check_sizes(attention: Any) -> None:
+    """Refuse maps whose matrices or biases are so large that their products overflow."""
+    if not is_dataclass(attention):
+        return
+    for field in fields(attention):
+        value = getattr(attention, field.name)
+        if isinstance(value, np.ndarray):
+            check.moderate(value, field.name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, np.ndarray):
+                check.moderate(part, field.name)
+            elif is_dataclass(part):
+                check_sizes(part)
+
+
 def softmax_form(attention: Any, *, masked: bool | None = None, name: str = "attention") -> SoftmaxForm:
     """The form of a softmax head; ``masked`` None accepts both kinds, True or False only that kind."""
     causal = isinstance(attention, MaskedAttention)
@@ -60,6 +75,7 @@ def softmax_form(attention: Any, *, masked: bool | None = None, name: str = "att
             f"{name} must be a {wanted.get(masked, 'SoftmaxAttention without a mask')} for this theorem, "
             f"received {received}; see otattn.bounds.table for the theorems that apply to it."
         )
+    check_sizes(head)
     return form_of(head, head.V, causal=causal)
 
 

@@ -60,7 +60,8 @@ class Ball(Domain):
     dim_: int | None
 
     def __init__(self, radius: float, dim: int | None = None) -> None:
-        object.__setattr__(self, "radius", check.positive(radius, "radius"))
+        size = check.positive(radius, "radius")
+        object.__setattr__(self, "radius", float(check.moderate(np.array(size), "radius")))
         object.__setattr__(self, "dim_", None if dim is None else check.count(dim, "dim"))
 
     @property
@@ -106,6 +107,7 @@ class Ellipsoid(Domain):
     def __init__(self, shape: ArrayLike, center: ArrayLike | None = None) -> None:
         E = check.matrix(shape, "shape")
         b = np.zeros(len(E)) if center is None else check.vector(center, "center", size=len(E))
+        check.moderate(b, "center")
         object.__setattr__(self, "shape", check.frozen(E))
         object.__setattr__(self, "center", check.frozen(b))
 
@@ -165,12 +167,12 @@ class LayerNormDomain(Ellipsoid):
     gain: NDArray[np.float64]
 
     def __init__(self, gain: ArrayLike, bias: ArrayLike | None = None) -> None:
-        g = check.vector(gain, "gain")
+        g = check.moderate(check.vector(gain, "gain"), "gain")
         if g.size < 2:
             raise ValueError(f"gain must have at least 2 entries, received {g.size}: a centred vector of R^1 is 0.")
         d = g.size
         basis = np.linalg.qr(np.column_stack([np.ones(d), np.eye(d)[:, : d - 1]]))[0][:, 1:]
-        b = None if bias is None else check.vector(bias, "bias", size=d)
+        b = None if bias is None else check.moderate(check.vector(bias, "bias", size=d), "bias")
         super().__init__(np.sqrt(d) * g[:, None] * basis, b)
         object.__setattr__(self, "gain", check.frozen(g))
 
@@ -218,8 +220,8 @@ class Box(Domain):
     upper: NDArray[np.float64]
 
     def __init__(self, lower: ArrayLike, upper: ArrayLike) -> None:
-        lo = check.vector(lower, "lower")
-        hi = check.vector(upper, "upper", size=lo.size)
+        lo = check.moderate(check.vector(lower, "lower"), "lower")
+        hi = check.moderate(check.vector(upper, "upper", size=lo.size), "upper")
         if lo.size == 0:
             raise ValueError("lower must have at least one entry, received none.")
         if (lo > hi).any():
@@ -268,7 +270,7 @@ class PointSet(Domain):
     points: NDArray[np.float64]
 
     def __init__(self, points: ArrayLike) -> None:
-        object.__setattr__(self, "points", check.frozen(check.points(points)))
+        object.__setattr__(self, "points", check.frozen(check.moderate(check.points(points), "points")))
 
     @property
     def dim(self) -> int:

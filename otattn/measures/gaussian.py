@@ -80,8 +80,10 @@ class GaussianMeasure:
         """The image ``N(M m + b, M Sigma M^T)`` under ``x -> M x + b``; ``matrix`` has shape ``(e, d)``."""
         M = check.matrix(matrix, "matrix", shape=(None, self.dim))
         b = np.zeros(M.shape[0]) if offset is None else check.vector(offset, "offset", size=M.shape[0])
-        F = M @ psd_sqrt(self.cov)  # F F^T is PSD to rounding, M Sigma M^T is not
-        return GaussianMeasure(M @ self.mean + b, F @ F.T)
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below, by name
+            F = M @ psd_sqrt(self.cov)  # F F^T is PSD to rounding, M Sigma M^T is not
+            mean, cov = M @ self.mean + b, F @ F.T
+        return GaussianMeasure(mean, cov)
 
     def __repr__(self) -> str:
         return f"GaussianMeasure(dim={self.dim}, rank={int(np.linalg.matrix_rank(self.cov, hermitian=True))})"

@@ -417,11 +417,13 @@ def test_scaling_laws():
 
 
 def test_extreme_sizes_stay_finite_or_say_so():
-    for t in (1e-150, 1e150):
+    for t in (1e-150, 1e30):
         b = bounds.column_bound(SoftmaxAttention([[t]], [[1.0]]), radius=1.0)
         assert not math.isnan(b.value)
         r = bounds.row_bound(SoftmaxAttention([[t]], [[1.0]]), radius=1.0, n=4)
         assert math.isfinite(r.value)
+    with pytest.raises(ValueError, match="rescale the units"):
+        bounds.column_bound(SoftmaxAttention([[1e150]], [[1.0]]), radius=1.0)
     huge = bounds.column_bound(SoftmaxAttention([[-2000.0]], [[1.0]]), radius=1.0)
     assert huge.value == INF
     assert huge.details["log_value"] == pytest.approx(2000.0 + math.log(2000.0), rel=1e-9)

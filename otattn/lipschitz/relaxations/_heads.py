@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.relaxations._quadratic import EPS
+from otattn.lipschitz.setting import check_sizes
 from otattn.measures import Ball, Box, Domain, Ellipsoid, PointSet
 
 __all__ = ["Round", "SoftmaxHead", "check_domain", "enclosing_round", "softmax_head"]
@@ -50,6 +51,7 @@ def softmax_head(attention: Any, relaxation: str) -> SoftmaxHead:
             f"{relaxation} needs one SoftmaxAttention (masked or not), received {type(attention).__name__}; "
             "treat the heads of a multi-head attention one by one and join them with relaxations.multihead."
         )
+    check_sizes(head)
     c = np.zeros(head.in_dim) if head.bias is None else head.bias
     return SoftmaxHead(np.asarray(head.A), np.asarray(head.V), c, causal)
 

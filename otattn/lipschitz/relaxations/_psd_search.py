@@ -152,7 +152,9 @@ def choose(base: Columns, *, deep: bool) -> Plan:
     order = list(range(len(radii)))
     sums = np.zeros(len(radii))
     best: tuple[float, Array] = (math.inf, np.zeros(4))
-    starts = [[0.1, 0.0, -0.9, -3.5], [0.0, 1.2, -1.8, -1.5], [0.0, 1.6, -2.6, -1.7]] if deep else [[0.1, 0.0, -0.9, -3.5]]
+    starts = (
+        [[0.1, 0.0, -0.9, -3.5], [0.0, 1.2, -1.8, -1.5], [0.0, 1.6, -2.6, -1.7]] if deep else [[0.1, 0.0, -0.9, -3.5]]
+    )
     steps = np.diag([0.3, 0.5, 0.3, 1.5])
     for k in range(len(starts) + 2 * deep):
         # the method stalls at kinks: begin again at the best
@@ -173,7 +175,7 @@ def choose(base: Columns, *, deep: bool) -> Plan:
 def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:
     mu, sigma, xi = (x.copy() for x in (plan.multipliers.mu, plan.multipliers.sigma, plan.multipliers.xi))
     for k, start in zip(cells, starts, strict=True):
-        _, v = _best(plan.columns, plan.rows[k], start, 90)
+        _, v = _best(plan.columns, plan.rows[k], start, 60)
         mu[k], sigma[k], xi[k] = v[0], v[1], math.exp(v[2]) / (plan.columns.n - 1)
     return replace(plan, multipliers=Multipliers(mu, sigma, xi))
 
