@@ -38,7 +38,7 @@ def frozen(array: NDArray[np.float64]) -> NDArray[np.float64]:
 def as_float_array(value: Any, name: str, *, ndim: int | None = None) -> NDArray[np.float64]:
     """``value`` as a finite float64 array (integers and half precision are widened first)."""
     try:
-        raw = np.asarray(value)
+        raw = np.asarray(_from_torch(value))
     except Exception as exc:
         raise ValueError(f"{name} must be an array of numbers, received {type(value).__name__} ({exc}).") from exc
     if raw.dtype.kind not in "biuf":
@@ -64,6 +64,14 @@ def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDA
             f"{name} must have entries of at most {limit:g}, received {size:g}, whose products overflow; rescale the units."
         )
     return out
+
+
+def _from_torch(value: Any) -> Any:
+    """A torch tensor (also one with a gradient, on a device, or in bfloat16) as an array; anything else as it is."""
+    if not (hasattr(value, "detach") and hasattr(value, "cpu") and hasattr(value, "double")):
+        return value
+    tensor = value.detach().cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
 def points(value: Any, name: str = "points", *, dim: int | None = None) -> NDArray[np.float64]:

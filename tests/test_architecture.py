@@ -14,6 +14,7 @@ FLOORS = {
     "errors": 0,
     "_validate": 0,
     "_linalg": 0,
+    "_tabular": 0,
     "measures": 1,
     "distances": 2,
     "attention": 3,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import dataframe, html_table
 from otattn.attention import (
     AttentionMap,
     ExponentialAttention,
@@ -101,6 +102,25 @@ class StructureTable:
                 energy = f"{type(r.energy).__name__}, {'ascent' if r.coefficient > 0 else 'descent'}"
             lines.append("| " + " | ".join([row.variant, row.values, *cells, r.verdict, energy]) + " |")
         return "\n".join(lines)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [
+            {"variant": r.variant, "parameters": r.values, **r.report.defects, "verdict": r.report.verdict}
+            for r in self.rows
+        ]
+
+    def to_dataframe(self) -> Any:
+        """Defects and verdicts as a pandas DataFrame.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed; otattn does not require it.
+        """
+        return dataframe(self._records())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._records())
 
     def __repr__(self) -> str:
         return f"StructureTable({len(self.rows)} rows, dim={self.dim}, n={self.n}, seed={self.seed})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from otattn._tabular import html_table
+
 __all__ = ["Bound", "Enclosure", "Kind"]
 
 Kind = Literal["lower", "upper", "local", "estimate"]
@@ -58,6 +60,11 @@ class Bound:
             **plain,
         }
 
+    def _repr_html_(self) -> str:
+        tokens = "any measure" if self.n is None else self.n
+        row = {"bound": self.kind, "value": self.value, "p": self.p, "n": tokens, "source": self.source}
+        return html_table([row])
+
     def __repr__(self) -> str:
         tokens = "any measure" if self.n is None else f"n={self.n}"
         return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.source})"
@@ -76,6 +83,17 @@ class Enclosure:
         if self.upper.value == self.lower.value:
             return 1.0
         return self.upper.value / self.lower.value if self.lower.value > 0 else float("inf")
+
+    def _repr_html_(self) -> str:
+        row = {
+            "lower": self.lower.value,
+            "upper": self.upper.value,
+            "upper / lower": self.ratio,
+            "p": self.upper.p,
+            "n": "any measure" if self.upper.n is None and self.lower.n is None else self.lower.n,
+            "upper bound by": self.upper.source,
+        }
+        return html_table([row])
 
     def __repr__(self) -> str:
         return f"Enclosure([{self.lower.value:.6g}, {self.upper.value:.6g}], ratio={self.ratio:.4g})"

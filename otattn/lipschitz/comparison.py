@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._tabular import Tabular
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local import local_lipschitz
@@ -60,7 +61,7 @@ def reduced_head(head: SoftmaxAttention) -> tuple[SoftmaxAttention, Array | None
 
 
 @dataclass(frozen=True, eq=False)
-class RealAgainstAdversarial:
+class RealAgainstAdversarial(Tabular):
     """Local constants of heads at real tokens and at adversarial tokens of no larger norm.
 
     Attributes

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from otattn._tabular import Tabular
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz import published
 from otattn.lipschitz.bound import Bound, Enclosure
@@ -76,7 +77,7 @@ def published_upper(attention: AttentionMap, *, radius: float, n: int | None) ->
 
 
 @dataclass(frozen=True, eq=False)
-class EnclosureTable:
+class EnclosureTable(Tabular):
     """Enclosures for several numbers of tokens (or radii), with the published bound beside.
 
     Attributes
@@ -129,25 +130,6 @@ class EnclosureTable:
                 f"{row['upper_source']}"
             )
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th>{h}</th>" for h in (self.parameter, "lower", "upper", "ratio", "published", "upper bound by")
-        )
-        body = ""
-        for row in self.rows():
-            name = "any" if row[self.parameter] is None else f"{row[self.parameter]:g}"
-            paper = "-" if row["published"] is None else f"{row['published']:.5g}"
-            cells = (
-                name,
-                f"{row['lower']:.5g}",
-                f"{row['upper']:.5g}",
-                f"{row['ratio']:.3f}",
-                paper,
-                row["upper_source"],
-            )
-            body += "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def enclosure_table(

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._tabular import Tabular
 from otattn.attention import AttentionMap
 from otattn.lipschitz.local import local_lipschitz
 
@@ -71,7 +72,7 @@ def fit_exponent(n_values: ArrayLike, values: ArrayLike) -> Exponent:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalGrowth:
+class LocalGrowth(Tabular):
     """Local constants of several heads at the first n tokens of several windows.
 
     Attributes
@@ -99,6 +100,23 @@ class LocalGrowth:
     def mean_exponent(self) -> Exponent:
         """Growth of the geometric mean over heads, standard error over windows."""
         return fit_exponent(self.n_values, np.exp(np.log(self.particle).mean(axis=0)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a head, window and size."""
+        heads, windows, sizes = self.particle.shape
+        return [
+            {
+                "head": h,
+                "window": w,
+                "n": int(self.n_values[k]),
+                "particle": float(self.particle[h, w, k]),
+                "splitting": float(self.splitting[h, w, k]),
+                "radius": float(self.radii[w, k]),
+            }
+            for h in range(heads)
+            for w in range(windows)
+            for k in range(sizes)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, ready for JSON."""

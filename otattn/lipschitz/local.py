@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from otattn import _validate as check
+from otattn._tabular import html_table
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.lipschitz.bound import Bound
@@ -90,6 +91,10 @@ class LocalLipschitz:
         live = self.mu.weights > 0
         J = self.attention.jacobian(self.mu.support()).reweighted(self.mu.weights[live])
         return abs(float(np.linalg.norm(J.jvp(self.right[live]))) - self.particle) <= 1e-6 * max(self.particle, 1e-300)
+
+    def _repr_html_(self) -> str:
+        names = ("value", "particle", "splitting", "far_mass", "residual", "p")
+        return html_table([{**{name: getattr(self, name) for name in names}, "n": self.mu.n}])
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import html_table
 from otattn.attention.base import AttentionMap
 from otattn.distances.bures import bures_wasserstein
 from otattn.distances.conditional import conditional_transport, conditional_wasserstein
@@ -88,6 +89,10 @@ class StabilityRatio:
             and abs(self.value - self.numerator / self.denominator) <= 4 * _EPS * self.value
             and 0.0 <= self.certified_lower <= min(self.value, new.value + noise / new.denominator)
         )
+
+    def _repr_html_(self) -> str:
+        names = ("value", "certified_lower", "numerator", "denominator", "p")
+        return html_table([{name: getattr(self, name) for name in names}])
 
     def __repr__(self) -> str:
         return (

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import dataframe, html_table
 from otattn.attention.base import AttentionMap
 from otattn.data.archive import read_npz
 from otattn.lipschitz.bound import Bound
@@ -211,18 +212,25 @@ class StabilityStudy:
         ImportError
             pandas is not installed; otattn does not require it.
         """
-        try:
-            import pandas as pd  # type: ignore[import-untyped,import-not-found,unused-ignore]
-        except ImportError as exc:
-            raise ImportError("to_dataframe needs pandas, which is not installed; run: pip install pandas") from exc
         live = self.indices
-        columns = {
-            "pair": live,
-            "ratio": self.ratios,
-            "numerator": self.numerators[live],
-            "denominator": self.denominators[live],
-        }
-        return pd.DataFrame(columns)
+        columns = live, self.ratios, self.numerators[live], self.denominators[live]
+        names = ("pair", "ratio", "numerator", "denominator")
+        return dataframe([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)])
+
+    def _repr_html_(self) -> str:
+        low, high = self.confidence_interval(statistic="median")
+        return html_table(
+            [
+                {
+                    "pairs": self.n_pairs,
+                    "p": self.p,
+                    "largest ratio": self.best.value,
+                    "certified": self.best.certified_lower,
+                    "median": self.quantile(0.5),
+                    "95% of the median": f"[{low:.6g}, {high:.6g}]",
+                }
+            ]
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the study to one ``.npz`` file without pickles; the file appears whole or not at all.

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from otattn import _validate as check
+from otattn._tabular import Tabular
 from otattn.attention.base import AttentionMap
 from otattn.stability.result import Sampler, StabilityStudy
 from otattn.stability.samplers import sequence_pairs, uniform_ball_pairs
@@ -26,7 +27,7 @@ SamplerFactory = Callable[[int, int, float], Sampler]
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class Sweep(Tabular):
     """The studies of a grid, in the order attention, n, radius, p, seed (the last varies fastest).
 
     Attributes
@@ -76,21 +77,6 @@ class Sweep:
         """Plain numbers, ready for JSON."""
         rows = [{k: ("inf" if v == np.inf else v) for k, v in row.items()} for row in self.rows()]
         return {"rows": rows}
-
-    def to_dataframe(self) -> Any:
-        """:meth:`rows` as a pandas DataFrame.
-
-        Raises
-        ------
-        ImportError
-            pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as exc:
-            raise ImportError("to_dataframe needs pandas: pip install pandas, or use rows().") from exc
-        rows = self.rows()
-        return pandas.DataFrame({key: [row[key] for row in rows] for key in rows[0]})
 
     def __repr__(self) -> str:
         return f"Sweep({len(self.points)} studies, largest ratio {max(s.best.value for s in self.studies):.6g})"

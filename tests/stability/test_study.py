@@ -188,7 +188,7 @@ def test_dataframe(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = study.to_dataframe()
     assert list(frame) == ["pair", "ratio", "numerator", "denominator"]
     assert all(len(column) == len(study.ratios) for column in frame.values())
-    assert np.array_equal(frame["numerator"] / frame["denominator"], frame["ratio"])
+    assert np.array_equal(np.divide(frame["numerator"], frame["denominator"]), frame["ratio"])
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         study.to_dataframe()

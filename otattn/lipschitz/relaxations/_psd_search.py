@@ -156,11 +156,11 @@ def choose(base: Columns, *, deep: bool) -> Plan:
         [[0.1, 0.0, -0.9, -3.5], [0.0, 1.2, -1.8, -1.5], [0.0, 1.6, -2.6, -1.7]] if deep else [[0.1, 0.0, -0.9, -3.5]]
     )
     steps = np.diag([0.3, 0.5, 0.3, 1.5])
-    for k in range(len(starts) + 2 * deep):
+    for k in range(len(starts) + deep):
         # the method stalls at kinks: begin again at the best
         first = np.array(starts[k]) if k < len(starts) else best[1]
         simplex = first + np.vstack([np.zeros(4), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
-        options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 50 if deep else 25, "initial_simplex": simplex}
+        options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40 if deep else 25, "initial_simplex": simplex}
         found = minimize(loss, first, method="Nelder-Mead", options=options)
         if found.fun < best[0]:
             best = (float(found.fun), found.x)
