@@ -99,9 +99,10 @@ class NormalisedKernel(Kernel):
         self.dead: NDArray[np.intp] | None = None if live.all() else np.flatnonzero(~live)
         self.centre = _centre(y, weights, times)
         # differences first, products after: no digits are lost for clouds far from the origin
-        self.K = (y - self.centre) @ head.Wk.T
-        self.Vy = (y - self.centre) @ head.V.T
-        self.squares = np.sum(self.K**2, axis=1) if head.quadratic else None
+        with np.errstate(over="ignore", invalid="ignore"):  # values beyond float64 are refused where they come out
+            self.K = (y - self.centre) @ head.Wk.T
+            self.Vy = (y - self.centre) @ head.V.T
+            self.squares = np.sum(self.K**2, axis=1) if head.quadratic else None
         wide = float(self.squares[live].max()) if self.squares is not None else 0.0
         self.reach = 4.0 * wide if wide > _WIDE else None
         with np.errstate(divide="ignore"):
@@ -130,7 +131,8 @@ class NormalisedKernel(Kernel):
             # squared distances from differences, unless the query is far beyond the keys (then the product is
             # better)
             half = 0.5 * Q
-            near = np.sum(half**2, axis=1) <= self.reach
+            with np.errstate(over="ignore"):
+                near = np.sum(half**2, axis=1) <= self.reach
             if near.any():
                 S[near] = -cdist(half[near], self.K, "sqeuclidean")
         if mass is not None:

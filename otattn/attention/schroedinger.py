@@ -70,6 +70,9 @@ class Potentials:
         n = len(weights)
         self.blocks = list(blocks(n, n, block_size))
         self.keep = block_size is None and 8 * n * n <= base.MEMORY_BUDGET // 4
+        reach = float(np.abs(G).max(initial=0.0)) * float(np.abs(Y).max(initial=0.0)) * Y.shape[1]
+        if not reach < 1e300:
+            raise OverflowError("logits must fit in float64; scale the tokens or A down.")
         self.stored = G @ Y.T if self.keep else None
         self.span = max(float(np.abs(self._logits(rows)).max()) for rows in self.blocks)
         self.evaluations = 0

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import polar_factor, symmetrize
+from otattn.distances.costs import pair_distances
 from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_factor, transpose
 from otattn.measures import GaussianMeasure
 from otattn.measures.gaussian import PSD_TOL, SYMMETRY_TOL
@@ -65,7 +66,11 @@ def bures_wasserstein(g1: Any, g2: Any) -> float:
     """
     g1, g2 = _gaussian_pair(g1, g2)
     spread = float(_distances(g1.cov[None], g2.cov[None])[0])
-    return float(np.hypot(np.linalg.norm(g1.mean - g2.mean), spread))
+    shift = float(pair_distances(g1.mean[None], g2.mean[None])[0])
+    value = float(np.hypot(shift, spread))
+    if not np.isfinite(value):
+        raise ValueError("the distance must fit in float64, received Gaussians that are too far apart; rescale them.")
+    return value
 
 
 def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:

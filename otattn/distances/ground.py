@@ -28,7 +28,7 @@ def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, 
         return powers(D, p), 1.0
     least = float(D.min(initial=top, where=D > 0.0))
     # distances so unequal that their powers leave float64: the scale that matters is then W_inf
-    scale = top if p * np.log10(top / least) <= DECADES else bottleneck(D, A, B).value or top
+    scale = top if p * float(np.log10(top / least)) <= DECADES else bottleneck(D, A, B).value or top
     return scaled_cost(D, p, scale), scale
 
 

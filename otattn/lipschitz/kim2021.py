@@ -147,7 +147,7 @@ def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None
     candidates = np.concatenate(
         [np.linalg.svd(form.V)[2][:1], np.linalg.svd(form.A)[0].T[:1], np.linalg.svd(form.V @ form.A)[2][:1]]
     )
-    balance = float(np.linalg.norm(form.A, 2) / np.linalg.norm(form.V, 2))
+    balance = float(np.clip(float(np.linalg.norm(form.A, 2)) / float(np.linalg.norm(form.V, 2)), 1e-100, 1e100))
     mixed = np.linalg.eigh(balance * form.V.T @ form.V + form.A @ form.A.T / balance)[1][:, -1:]
     k = 2 * ((count - 1) // 2) if count > 2 else 1
     share = k / count if count > 2 else 0.25

@@ -72,9 +72,13 @@ class DiscreteMeasure:
         return np.asarray(self.weights @ self.points)
 
     def covariance(self) -> NDArray[np.float64]:
-        """``sum_i w_i (x_i - m)(x_i - m)^T``, shape ``(d, d)``."""
-        y = self.points - self.mean()
-        return np.asarray((y * self.weights[:, None]).T @ y)
+        """``sum_i w_i (x_i - m)(x_i - m)^T``, shape ``(d, d)``; an OverflowError beyond float64."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = self.points - self.mean()
+            out = np.asarray((y * self.weights[:, None]).T @ y)
+        if not np.isfinite(out).all():
+            raise OverflowError("the covariance must fit in float64; scale the points down.")
+        return out
 
     def radius(self, center: ArrayLike | None = None) -> float:
         """Largest ``|x_i - center|`` over atoms of positive weight (center 0 by default)."""

@@ -74,7 +74,8 @@ class Ball(Domain):
 
     def project(self, x: ArrayLike) -> NDArray[np.float64]:
         y = check.points(x, "x", dim=self.dim)
-        norm = np.linalg.norm(y, axis=1, keepdims=True)
+        size = np.maximum(np.abs(y).max(axis=1, keepdims=True), 1e-300)
+        norm = size * np.linalg.norm(y / size, axis=1, keepdims=True)
         # rounded inward, so that what is projected satisfies the bounds of the ball
         shrink = (1.0 - 1e-15) * self.radius / np.maximum(norm, 1e-300)
         return np.asarray(np.where(norm > self.radius, y * shrink, y))
@@ -280,7 +281,9 @@ class PointSet(Domain):
         """Nearest point of the set."""
         from scipy.spatial import cKDTree
 
-        return np.asarray(self.points[cKDTree(self.points).query(check.points(x, "x", dim=self.dim))[1]])
+        # beyond 1e100 all points of the set are equally near, to rounding
+        y = np.clip(check.points(x, "x", dim=self.dim), -_FAR, _FAR)
+        return np.asarray(self.points[cKDTree(self.points).query(y)[1]])
 
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
         M = check.matrix(A, "A", shape=(None, self.dim))
