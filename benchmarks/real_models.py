@@ -4,7 +4,7 @@
     python benchmarks/real_models.py [--models minilm smollm2] [--cache DIR] [--out benchmarks/results]
 
 The packages ship the weights and are not imported. Finished heads are kept in ``--cache``, so an interrupted run goes on where
-it stopped; a model whose measurement is not finished is left out of the report only when ``--models`` does not name it.
+it stopped. On two busy cores MiniLM takes three minutes, SmolLM2 a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from otattn.data import load_excerpt
 from otattn.lipschitz.growth import Exponent
@@ -135,8 +137,6 @@ def picture(results: dict[str, LayerMeasurements], path: Path) -> None:
     figure = Figure(figsize=(6.4 * (len(results) + 1) * 0.75, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(results) + 1)
-    from matplotlib import colormaps
-
     for ax, (key, m) in zip(panels, results.items(), strict=False):
         for i, layer in enumerate(m.layers):
             shade = colormaps["viridis"](0.9 * i / max(len(m.layers) - 1, 1))
@@ -151,6 +151,8 @@ def picture(results: dict[str, LayerMeasurements], path: Path) -> None:
             )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
         ax.set_xticks(m.n_values, [f"{int(n)}" for n in m.n_values])
         ax.set_xlabel("number of tokens n")
         ax.set_ylabel("local W_2 constant, mean over heads")

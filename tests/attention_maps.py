@@ -17,6 +17,7 @@ from otattn.attention import (
     ReLUAttention,
     Residual,
     RMSNorm,
+    RotaryAttention,
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
@@ -108,6 +109,13 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
         MultiHeadAttention([qkv(r, 2, 2), L2Attention(mat(r), mat(r), mat(r))], [mat(r, 2, 2), mat(r, 2)])
     ),
     "multihead-of-masked": lambda r: MultiHeadAttention([MaskedAttention(qkv(r, 2)), MaskedAttention(qkv(r, 2))]),
+    "rotary": lambda r: RotaryAttention(mat(r, 4), mat(r, 4), mat(r), base=50.0, key_bias=r.standard_normal(4)),
+    "rotary-half": lambda r: RotaryAttention(mat(r, 4), mat(r, 4), mat(r, 2), base=50.0, layout="half"),
+    "rotary-open": lambda r: RotaryAttention(mat(r, 2), mat(r, 2), mat(r), base=50.0, masked=False),
+    "multihead-of-rotary": lambda r: MultiHeadAttention(
+        [RotaryAttention(mat(r, 4), mat(r, 4), mat(r, 2)), RotaryAttention(mat(r, 2), mat(r, 2), mat(r, 2))],
+        [mat(r, 3, 2), mat(r, 3, 2)],
+    ),
     "layernorm": lambda r: LayerNorm(mat(r)[0], mat(r)[0]),
     "layernorm-eps": norm,
     "rmsnorm": lambda r: RMSNorm(mat(r)[0], eps=1e-2),

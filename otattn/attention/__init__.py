@@ -13,6 +13,7 @@ from otattn.attention.pointwise import (
     ReLUAttention,
     SigmoidAttention,
 )
+from otattn.attention.rotary import RotaryAttention
 from otattn.attention.sinkhorn import SinkhornAttention
 from otattn.attention.softmax import SoftmaxAttention
 from otattn.attention.tokenwise import MLP, LayerNorm, RMSNorm, TokenwiseMap
@@ -32,6 +33,7 @@ __all__ = [
     "RMSNorm",
     "ReLUAttention",
     "Residual",
+    "RotaryAttention",
     "SigmoidAttention",
     "SinkhornAttention",
     "SoftmaxAttention",

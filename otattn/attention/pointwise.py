@@ -76,8 +76,9 @@ class PointwiseKernel(Kernel):
         """``Gamma`` at the rows of x."""
         Q = x @ self.head.Wq.T
         out = np.empty((len(x), self.head.e))
-        for rows in blocks(len(x), self.n, self.block_size):
-            out[rows] = self.weights_of(Q, times, rows, self.h.value)[0] @ self.Vy
+        with np.errstate(over="ignore", invalid="ignore"):  # values beyond float64 are refused where they come out
+            for rows in blocks(len(x), self.n, self.block_size):
+                out[rows] = self.weights_of(Q, times, rows, self.h.value)[0] @ self.Vy
         return out
 
     def field(self, x: Array, times: Array | None) -> Array:

@@ -15,6 +15,7 @@ from otattn.lipschitz.published import (
     kim2021_dot_product,
     kim2021_l2,
 )
+from otattn.lipschitz.rotary_bounds import rotary_row_bound
 from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant
 from otattn.lipschitz.table import Crossover, crossover, table
 from otattn.lipschitz.theorems import column_bound, column_sum, density_bound, field_bound, row_bound
@@ -44,6 +45,7 @@ __all__ = [
     "masked_row_bound",
     "multi_head_bound",
     "pointwise_bound",
+    "rotary_row_bound",
     "row_bound",
     "row_constant",
     "table",

@@ -157,6 +157,7 @@ def local_lipschitz(
     measure = attention.as_measure(mu)
     live = measure.weights > 0
     support = measure.support()
+    check.moderate(support.points, "mu")
     generator = check.rng_from(rng)
     residual, iterations = 0.0, 0
     if order == 2.0:

@@ -7,12 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention import (
+    AttentionMap,
+    L2Attention,
+    MaskedAttention,
+    MultiHeadAttention,
+    RotaryAttention,
+    SoftmaxAttention,
+)
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz import published
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.head_bounds import head_upper_bounds, heads_of, multi_head_bound
 from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.rotary_bounds import rotary_row_bound
 from otattn.lipschitz.rounding import safe_exp
 from otattn.lipschitz.setting import softmax_form
 from otattn.lipschitz.theorems import row_bound_of, softmax_bounds
@@ -76,6 +84,8 @@ def _ours(attention: AttentionMap, domain: Domain, n: int | None, p: float) -> l
     if isinstance(inner, SoftmaxAttention | L2Attention | PointwiseAttention):
         part = heads_of(attention)[0]
         return head_upper_bounds(part.head, part.compact, Region.of(domain), n, p, causal=part.causal)
+    if isinstance(inner, RotaryAttention):
+        return [rotary_row_bound(inner, domain=domain, n=n)] if n is not None and p == 2.0 else []
     if isinstance(inner, MultiHeadAttention):
         try:
             return [multi_head_bound(attention, domain=domain, n=n, p=p)]

@@ -14,6 +14,7 @@ from otattn.lipschitz.regions import resolve_domain
 from otattn.lipschitz.relaxations.heads import multihead
 from otattn.lipschitz.relaxations.joint import joint
 from otattn.lipschitz.relaxations.mean_field import mean_field
+from otattn.lipschitz.relaxations.psd import psd
 from otattn.lipschitz.table import table
 from otattn.measures import Domain
 
@@ -44,6 +45,7 @@ def upper_bounds(
         calls: list[Callable[[], Bound]] = [lambda: mean_field(attention, region, p=order, effort=effort)]
         if n is not None and order == 2.0:
             calls.append(lambda: joint(attention, region, n, effort=effort))
+            calls.append(lambda: psd(attention, region, n=n, effort=effort))
         out += _attempts(calls)
     elif isinstance(attention, MultiHeadAttention) and all(isinstance(h, SoftmaxAttention) for h in attention.heads):
         heads = [upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in attention.heads]

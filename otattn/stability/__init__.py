@@ -1,6 +1,7 @@
 """How much attention stretched the distance between measures: one pair, or many."""
 
 from otattn.stability import samplers
+from otattn.stability.layers import LayerMeasurements, measure_layers
 from otattn.stability.ratio import StabilityRatio, stability_ratio
 from otattn.stability.result import StabilityStudy
 from otattn.stability.store import DirectoryStore, MemoryStore, Store
@@ -9,11 +10,13 @@ from otattn.stability.sweep import Sweep, sweep
 
 __all__ = [
     "DirectoryStore",
+    "LayerMeasurements",
     "MemoryStore",
     "StabilityRatio",
     "StabilityStudy",
     "Store",
     "Sweep",
+    "measure_layers",
     "samplers",
     "stability_ratio",
     "stability_study",

@@ -55,7 +55,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    importlib.util.find_spec("distributed") is None, reason="dask.distributed is not installed: pip install otattn[cluster]"
+    importlib.util.find_spec("distributed") is None,
+    reason="dask.distributed is not installed: pip install otattn[cluster]",
 )
 def test_a_killed_worker_changes_nothing(tmp_path) -> None:
     script = tmp_path / "run.py"

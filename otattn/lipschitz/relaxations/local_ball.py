@@ -80,6 +80,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     """
     heads, causal = _heads(attention)
     mu = as_discrete(X)
+    check.moderate(mu.points, "X")
     if not mu.is_uniform:
         raise ValueError(
             f"X must be tokens of equal weights, received weights from {mu.weights.min():g} to "

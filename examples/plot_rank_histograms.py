@@ -1,0 +1,93 @@
+r"""Limiting Gaussians are degenerate: the ranks of limits in dimension 3, 4 and 5
+==============================================================================
+
+Where do Gaussian tokens go under softmax attention, if they go anywhere? We draw random A and full-rank initial
+covariances and count the rank of the limit in three cases.
+
+* V = I and V random, symmetric ``A = K^T D K`` of rank ``r = floor(d/2)`` (D random signs). Directions in the kernel of
+  ``Q L_0``, ``Sigma_0 = L_0 L_0^T``, never move, so the rank is at least ``d - r``; and a finite limit has ``Sigma A
+  Sigma = 0``, so it is at most ``dim ker A + min(#positive, #negative eigenvalues of A)``.
+* V = -A, A invertible with eigenvalues between 1/2 and 3/2 in size. The flow descends ``tr(A Sigma A Sigma) / 4``, the
+  square of the norm of ``Sigma^(1/2) A Sigma^(1/2)``, which must vanish in the limit: the rank is at most
+  ``min(#positive, #negative) <= d / 2``.
+
+Reproduces: Castin, Ablin, Carrillo, Peyré, "A Unified Perspective on the Dynamics of Deep Transformers", 2025: limits of
+the Gaussian flow have low rank (V = I, and numerically random V), and the histograms of limit ranks for d = 3, 4, 5.
+
+How the numbers compare: for V = I all finite limits have rank exactly ``ceil(d / 2)``; for random V they lie between the
+two bounds and for V = -A at ``min(#positive, #negative)``, but for the rare flow (1 or 2 in a hundred) that is too slow
+to be told from its limit: ranks are numerical there. Blow-ups concentrate on rank 1.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from _gallery import gallery, panels
+
+import otattn as oa
+
+DIMS, DESCENTS = (3, 4, 5), 25
+
+
+def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks of limits for V = -A, and min(#positive, #negative) of each A."""
+    ranks, least = [], []
+    for _ in range(draws):
+        E = np.linalg.qr(rng.standard_normal((d, d)))[0]
+        signs = rng.choice([-1.0, 1.0], d)
+        A = (E * signs * rng.uniform(0.5, 1.5, d)) @ E.T
+        root = rng.standard_normal((d, d))
+        start = oa.GaussianMeasure(np.zeros(d), root @ root.T / d + 0.1 * np.eye(d))
+        ranks.append(oa.gaussian_limit(oa.SoftmaxAttention(A, -A), start).rank)
+        least.append(int(min((signs > 0).sum(), (signs < 0).sum())))
+    return np.array(ranks), np.array(least)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    pictures = gallery(__file__, __doc__, argv)
+    _, axes = panels(3, size=(3.9, 3.7))
+    colors = [oa.plotting.COLORS[name] for name in ("blue", "orange", "green")]
+    worst, total = 1.0, 0
+    for k, (d, color) in enumerate(zip(DIMS, colors, strict=True)):
+        for ax, value in zip(axes, ("identity", "random"), strict=False):
+            found = oa.limit_rank_histogram(dim=d, draws=100, value=value, symmetric=True, rng=d)
+            finite = np.array([limit.kind == "finite" for limit in found.limits]) & found.settled
+            ranks, bounds = found.ranks[finite], found.bounds[finite]
+            print(f"V {value:>8}, d = {d}: {finite.sum()} finite limits of ranks {sorted(set(ranks.tolist()))}")
+            if value == "identity":
+                assert np.all(ranks == (d + 1) // 2), f"ranks should be ceil(d / 2), received {set(ranks.tolist())}"
+            inside = float(np.mean((ranks >= d - d // 2) & (ranks <= bounds)))
+            # a limit that is approached very slowly may be counted one too high: the ranks are numerical
+            assert inside > 0.9, f"ranks should lie between their bounds, received {inside:.0%} for d = {d}"
+            worst = min(worst, inside)
+            _bars(ax, k, ranks, color, f"d = {d}, finite limit")
+            other = found.ranks[~finite & found.settled]
+            _bars(ax, k, other, color, f"d = {d}, blow-up", below=np.bincount(ranks, minlength=6))
+        ranks, least = descents(d, DESCENTS, np.random.default_rng(d))
+        exact = int((ranks == least).sum())
+        print(f"V = -A, d = {d}: rank min(#positive, #negative) in {exact} of {len(ranks)} draws")
+        assert exact > 0.9 * len(ranks), f"ranks should be min(#positive, #negative), received {exact} of {len(ranks)}"
+        total += exact
+        _bars(axes[2], k, ranks, color, f"d = {d}")
+    print(
+        f"headline: ceil(d / 2) for V = I; between the bounds in {worst:.0%} or more for random V; "
+        f"min(#positive, #negative) in {total} of {DESCENTS * len(DIMS)} for V = -A"
+    )
+    for ax, title in zip(
+        axes, ("V = I, A of rank floor(d/2)", "random V, A of rank floor(d/2)", "V = -A"), strict=True
+    ):
+        ax.set_xticks(range(6))
+        ax.set_xlabel("rank of the limit")
+        ax.set_ylabel("number of draws")
+        ax.set_title(title, fontsize=10)
+        ax.legend(fontsize=7, frameon=False, loc="upper right")
+    pictures.save(axes[0], "rank_histograms")
+
+
+def _bars(ax: object, k: int, ranks: np.ndarray, color: str, label: str, *, below: np.ndarray | None = None) -> None:
+    style = {"alpha": 1.0} if below is None else {"alpha": 0.45, "hatch": "///", "bottom": below}
+    ax.bar(np.arange(6) + 0.27 * (k - 1), np.bincount(ranks, minlength=6), 0.25, color=color, label=label, **style)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Clusters along a flow: how many, since when, and who leads them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.cluster.hierarchy import fcluster, linkage
+
+from otattn import _validate as check
+from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.dynamics.trajectory import Trajectory
+
+__all__ = ["ClusterHistory", "Leaders", "Plateau", "clusters", "leaders"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """A time during which the number of clusters did not change."""
+
+    count: int
+    start: float
+    stop: float
+
+    @property
+    def duration(self) -> float:
+        """``stop - start``."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterHistory:
+    """Clusters of the tokens at each time of a trajectory.
+
+    Attributes
+    ----------
+    times : ndarray (T,)
+    labels : ndarray (T, n) of int
+        Cluster of each token, 0, 1, ... in order of the clusters' first tokens; -1 for tokens of zero weight.
+    counts : ndarray (T,) of int
+    masses : tuple of T arrays
+        Mass of each cluster.
+    tol : float
+        Tokens closer than this are in one cluster (and so on through chains: single linkage).
+    """
+
+    times: Array
+    labels: NDArray[np.intp]
+    counts: NDArray[np.intp]
+    masses: tuple[Array, ...]
+    tol: float
+
+    def time_to(self, count: int = 1) -> float:
+        """First of ``times`` from which on there are at most ``count`` clusters; inf when that is not reached."""
+        above = np.flatnonzero(self.counts > count)
+        if not above.size:
+            return float(self.times[0])
+        return float(self.times[above[-1] + 1]) if above[-1] + 1 < len(self.times) else math.inf
+
+    def plateaus(self) -> list[Plateau]:
+        """Maximal runs of a constant number of clusters, in time: long ones are metastable states."""
+        edges = [0, *(np.flatnonzero(np.diff(self.counts)) + 1).tolist(), len(self.times) - 1]
+        return [
+            Plateau(int(self.counts[a]), float(self.times[a]), float(self.times[b]))
+            for a, b in pairwise(edges)
+            if b > a or len(self.times) == 1
+        ]
+
+    def __repr__(self) -> str:
+        return f"ClusterHistory({self.counts[0]} -> {self.counts[-1]} clusters, {len(self.times)} times, tol={self.tol:.3g})"
+
+
+def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHistory:
+    """Clusters of the tokens by single linkage, at each time of a trajectory.
+
+    Parameters
+    ----------
+    trajectory : Trajectory
+        Choose its ``t_eval`` for the resolution in time; memory is that of the ``n (n-1) / 2`` distances.
+    tol : float, optional
+        Distance below which two tokens are linked; 1 percent of the first diameter by default.
+
+    Returns
+    -------
+    ClusterHistory
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> from otattn.dynamics import flow
+    >>> contraction = SoftmaxAttention([[0.0]], [[-1.0]])                 # x' = -mean: nothing merges
+    >>> clusters(flow(contraction, [[0.0], [1.0], [1.001]], t_span=(0.0, 1.0))).counts[-1]
+    np.int64(2)
+
+    References
+    ----------
+    Geshkovski, Letrouit, Polyanskiy, Rigollet, "The emergence of clusters in self-attention dynamics", 2023, and "A
+    mathematical perspective on Transformers", 2023 (metastability).
+    """
+    live = trajectory.weights > 0
+    w = trajectory.weights[live]
+    if not len(trajectory):
+        raise ValueError("trajectory must hold at least one time, received none; choose t_eval before the blow-up.")
+    cut = 0.01 * float(trajectory.diameters()[0]) if tol is None else check.positive(tol, "tol", zero=True)
+    labels = np.full((len(trajectory), trajectory.n), -1, dtype=np.intp)
+    counts = np.empty(len(trajectory), dtype=np.intp)
+    masses = []
+    for k, x in enumerate(trajectory.points[:, live]):
+        raw = fcluster(linkage(x, "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
+        _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first))
+        own = order[inverse.ravel()]
+        labels[k, live] = own
+        counts[k] = len(first)
+        masses.append(check.frozen(np.asarray(np.bincount(own, weights=w), dtype=np.float64)))
+    return ClusterHistory(trajectory.times, labels, counts, tuple(masses), cut)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaders:
+    """Whom each token follows, at each time of a trajectory.
+
+    Attributes
+    ----------
+    times : ndarray (T,)
+    follows : ndarray (T, n) of int
+        The token of positive weight with the largest logit for each token (the first of equal ones).
+    leader : ndarray (T, n) of bool
+        Tokens that follow themselves.
+    followers : ndarray (T, n) of int
+        How many tokens follow each.
+    received : ndarray (T, n)
+        Attention that each token receives, ``sum_i w_i P_ij`` (sum 1 over j).
+    """
+
+    times: Array
+    follows: NDArray[np.intp]
+    leader: NDArray[np.bool_]
+    followers: NDArray[np.intp]
+    received: Array
+
+    @property
+    def counts(self) -> NDArray[np.intp]:
+        """Number of leaders at each time."""
+        return np.asarray(self.leader.sum(axis=1), dtype=np.intp)
+
+    def __repr__(self) -> str:
+        return f"Leaders({self.counts[0]} -> {self.counts[-1]} leaders, {len(self.times)} times)"
+
+
+def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
+    """Leader statistics of a softmax or L2 head along a trajectory.
+
+    A token that attends most to itself is a leader; in the limit of sharp attention the others move towards theirs.
+
+    Parameters
+    ----------
+    trajectory : Trajectory
+    head : int
+        Which head of a multi-head attention.
+
+    Raises
+    ------
+    ValueError
+        The attention has no such head with normalised logits.
+
+    References
+    ----------
+    Geshkovski, Letrouit, Polyanskiy, Rigollet (2023); Alcalde, Fantuzzi, Zuazua, "Clustering in pure-attention hardmax
+    transformers and its role in sentiment analysis", 2024.
+    """
+    T, n = len(trajectory), trajectory.n
+    follows = np.empty((T, n), dtype=np.intp)
+    received = np.empty((T, n))
+    w, times = trajectory.weights, trajectory.token_times
+    with np.errstate(divide="ignore"):
+        log_w = np.log(w)
+    for k, x in enumerate(trajectory.points):
+        attention = trajectory.attention_at(k)
+        logits = _logits(attention, x, head)
+        logits = np.where(w > 0, logits, -np.inf)
+        if attention.causal:
+            assert times is not None
+            logits = np.where(times[None, :] > times[:, None], -np.inf, logits)
+        follows[k] = logits.argmax(axis=1)
+        weighted = logits + log_w
+        seen = np.isfinite(weighted).any(axis=1)
+        top = np.where(seen, weighted.max(axis=1), 0.0)[:, None]
+        P = np.exp(weighted - top)
+        received[k] = w @ (P / np.where(seen, P.sum(axis=1), 1.0)[:, None])
+    own = follows == np.arange(n)
+    followers = np.stack([np.bincount(f, minlength=n) for f in follows])
+    return Leaders(trajectory.times, follows, own & (w > 0), followers, check.frozen(received))
+
+
+def _logits(attention: AttentionMap, x: Array, head: int) -> Array:
+    if isinstance(attention, MaskedAttention):
+        return _logits(attention.attention, x, head)
+    if isinstance(attention, MultiHeadAttention):
+        if not 0 <= head < len(attention.heads):
+            raise ValueError(f"head must be below the number of heads {len(attention.heads)}, received {head}.")
+        return _logits(attention.heads[head], x, 0)
+    if isinstance(attention, SoftmaxAttention):
+        g = x @ attention.A.T
+        return (g if attention.bias is None else g + attention.bias) @ x.T
+    if isinstance(attention, L2Attention):
+        q, k = x @ attention.Q.T, x @ attention.K.T
+        return np.asarray(-((q[:, None, :] - k[None, :, :]) ** 2).sum(axis=2))
+    raise ValueError(f"leaders need softmax or L2 attention (or heads of it), received {type(attention).__name__}.")

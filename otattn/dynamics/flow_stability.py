@@ -1,0 +1,345 @@
+r"""How far two flows drift apart, against what Gronwall's inequality allows.
+
+If the velocity ``Gamma`` satisfies ``|| Gamma_mu(X) - Gamma_nu(Y) ||_{L^p} <= L(R) || X - Y ||_{L^p}`` for every coupling of
+measures in the ball of radius R (all bounds of :func:`otattn.bounds.table` are of this kind; for n equal atoms, for every
+matching), then along the two flows
+
+    ``W_p(mu_t, nu_t) <= W_p(mu_0, nu_0) exp( int_0^t L(R(s)) ds )``,
+
+R(s) a radius of both supports. Proof: carry an optimal coupling of the initial measures along both flows; ``d/dt || X - Y
+||_{L^p} <= L(R) || X - Y ||_{L^p}``, and the carried coupling bounds ``W_p`` from above. Under a mask the coupling keeps
+times, and the distance is the conditional one.
+
+Normalised kernels average values, so ``|Gamma(x)| <= v R + b`` (``v = ||V||``, b the norm of the biases) and ``R(t) <= R_0
+e^{vt} + b (e^{vt} - 1) / v``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import (
+    AttentionMap,
+    L2Attention,
+    MaskedAttention,
+    MultiHeadAttention,
+    Residual,
+    SinkhornAttention,
+    SoftmaxAttention,
+)
+from otattn.distances import bures_wasserstein, conditional_wasserstein, wasserstein
+from otattn.dynamics.flow import check_span, check_times, flow
+from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
+from otattn.dynamics.trajectory import Trajectory
+from otattn.dynamics.velocity import Field, layer_at
+from otattn.lipschitz.table import table
+from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+
+__all__ = ["FlowStability", "flow_stability", "radius_bound"]
+
+Array = NDArray[np.float64]
+
+SUBSTEPS = 8
+"""Parts of each reported interval in the upper sums of the Gronwall integral."""
+LARGEST_RADIUS = 1e120
+
+
+@dataclass(frozen=True, eq=False)
+class FlowStability:
+    """``W_p(mu_t, nu_t) / W_p(mu_0, nu_0)`` along two flows of one attention map.
+
+    Attributes
+    ----------
+    times : ndarray (T,)
+        Times that both flows reached; the first is the start.
+    distances : ndarray (T,)
+        Wasserstein; conditional for space-time measures, Bures-Wasserstein for Gaussians.
+    p : float
+    log_bounds : dict of name to ndarray (T,)
+        ``int_0^t L``, logarithms of the Gronwall bounds of the ratio. "published" and "ours" take the radius from
+        :func:`radius_bound` (normalised kernels only), "ours, radius along the flow" from the flows (for other kernels the
+        larger radius of two neighbouring times, which is no proof between them). inf where the integral exceeds the
+        largest float; no entry where no theorem applies.
+    radii : ndarray (T,) or None
+        Larger of the two support radii (None for Gaussians).
+    radius_bounds : ndarray (T,) or None
+        What :func:`radius_bound` allows.
+    n : int or None
+        Number of equal atoms for which the bounds were taken; None for any measure.
+    flows : pair of Trajectory or GaussianTrajectory
+    status : str
+        "success", or that of the flow that ended first.
+    attention
+    """
+
+    times: Array
+    distances: Array
+    p: float
+    log_bounds: dict[str, Array]
+    radii: Array | None
+    radius_bounds: Array | None
+    n: int | None
+    flows: tuple[Trajectory, Trajectory] | tuple[GaussianTrajectory, GaussianTrajectory]
+    status: str
+    attention: Any
+
+    @property
+    def ratios(self) -> Array:
+        """``distances / distances[0]``."""
+        return np.asarray(self.distances / self.distances[0])
+
+    @property
+    def worst(self) -> float:
+        """Largest ratio."""
+        return float(self.ratios.max())
+
+    def verify(self, *, rtol: float = 1e-6) -> bool:
+        """True when the distances are those of the two flows again, and no ratio exceeds a bound (to ``rtol``)."""
+        again = np.array(
+            [_distance(self.flows[0].measure(k), self.flows[1].measure(k), self.p) for k in range(len(self.times))]
+        )
+        if not np.allclose(again, self.distances, rtol=1e-9, atol=0.0):
+            return False
+        with np.errstate(divide="ignore"):
+            logs = np.log(self.ratios)
+        return all(bool((logs <= bound + rtol).all()) for bound in self.log_bounds.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"FlowStability(worst ratio {self.worst:.6g}, p={self.p:g}, t=[{self.times[0]:g}, {self.times[-1]:g}], "
+            f"bounds={sorted(self.log_bounds)}, {self.status})"
+        )
+
+
+def flow_stability(
+    attention: Field,
+    mu0: Any,
+    nu0: Any,
+    *,
+    t_span: tuple[float, float],
+    p: float = 2,
+    t_eval: ArrayLike | None = None,
+    rtol: float = 1e-9,
+    atol: float = 1e-12,
+) -> FlowStability:
+    """Distance of two flows in time, with Gronwall bounds from published and from our constants.
+
+    Parameters
+    ----------
+    attention : AttentionMap or callable t -> AttentionMap
+        Bounds are given for constant maps only.
+    mu0, nu0 : measures or array_like (n, d)
+        Both discrete, both space-time measures of one time marginal, or both Gaussian (p = 2).
+    t_span : (float, float)
+    p : float
+        Order, ``1 <= p <= inf``.
+    t_eval : array_like (T,), optional
+        Strictly increasing; 21 equidistant times by default. The start is added when it is missing.
+    rtol, atol : float
+        Tolerances of the flows.
+
+    Returns
+    -------
+    FlowStability
+        Up to the time at which the first of the two flows ends.
+
+    Raises
+    ------
+    ValueError
+        Equal measures (the ratio is 0/0), or measures between which the distance is not defined.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> drift = flow_stability(SoftmaxAttention([[0.0]], [[1.0]]), [[1.0]], [[2.0]], t_span=(0.0, 1.0))   # x' = x
+    >>> round(drift.worst, 6), drift.verify()
+    (2.718282, True)
+
+    References
+    ----------
+    Castin, Ablin, Peyre (2024) and Geshkovski et al. (2023) for the published constants; otattn.bounds for ours.
+    """
+    span = check_span(t_span)
+    order = check.check_order(p)
+    times = np.linspace(*span, 21) if t_eval is None else check_times(t_eval, *span)
+    if times[0] > span[0]:
+        times = np.insert(times, 0, span[0])
+    layer = layer_at(attention, span[0])
+    gaussian = isinstance(mu0, GaussianMeasure), isinstance(nu0, GaussianMeasure)
+    if any(gaussian) and not all(gaussian):
+        raise TypeError(
+            "mu0 and nu0 must be of one kind, received a Gaussian and another measure; sample the Gaussian."
+        )
+    first: Any
+    second: Any
+    first, second = (mu0, nu0) if all(gaussian) else (layer.as_measure(mu0), layer.as_measure(nu0))
+    if isinstance(first, SpaceTimeMeasure) != isinstance(second, SpaceTimeMeasure):
+        raise TypeError("mu0 and nu0 must be of one kind, received measures with and without times; give both times.")
+    if all(gaussian) and order != 2.0:
+        raise ValueError(f"p must be 2 between Gaussian measures, received {p:g}; sample them for another order.")
+    if _distance(first, second, order) == 0.0:
+        raise ValueError("mu0 and nu0 must be different, received two equal measures: the ratio is 0/0; perturb one.")
+    flows: Any
+    if all(gaussian):
+        flows = tuple(gaussian_flow(attention, g, t_span=span, t_eval=times) for g in (first, second))
+    else:
+        flows = tuple(
+            flow(attention, m, t_span=span, t_eval=times, rtol=rtol, atol=atol, dense=False) for m in (first, second)
+        )
+    ended = min(flows, key=lambda f: len(f.times))
+    times = times[: len(ended.times)]
+    distances = np.array([_distance(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])
+    radii, caps, n = None, None, None
+    bounds: dict[str, Array] = {}
+    if not all(gaussian):
+        radii = np.maximum(*(f.radii()[: len(times)] for f in flows))
+        n = _equal_atoms(first, second)
+        if isinstance(attention, AttentionMap):
+            bounds, caps = _gronwall(attention, times, radii, n, order)
+    return FlowStability(
+        check.frozen(times), check.frozen(distances), order, bounds, radii, caps, n, flows, ended.status, attention
+    )
+
+
+def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
+    """Support radius that a flow of a normalised kernel cannot exceed, ``R_0 e^{vt} + b (e^{vt} - 1) / v``.
+
+    Parameters
+    ----------
+    attention : softmax, L2 or Sinkhorn attention, several such heads, masked or not, residual layers of them
+    radius : float
+        Initial support radius ``R_0``.
+    t : array_like
+        Times from the start, non-negative.
+
+    Raises
+    ------
+    ValueError
+        The kernel is not normalised: nothing bounds the radius beforehand.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> radius_bound(SoftmaxAttention([[5.0]], [[-2.0]]), 1.0, [0.0, 0.5]).round(4)
+    array([1.    , 2.7183])
+    """
+    rate = _rate(attention)
+    if rate is None:
+        raise ValueError(
+            f"attention must have a normalised kernel for radius_bound, received {type(attention).__name__}; unnormalised "
+            "ones may blow up (flow reports the time)."
+        )
+    v, b = rate
+    at = check.as_float_array(t, "t")
+    if at.size and at.min() < 0:
+        raise ValueError(f"t must be non-negative, received {at.min():g}; count it from the start.")
+    R = check.positive(radius, "radius", zero=True)
+    with np.errstate(over="ignore"):
+        drift = b * (np.expm1(v * at) / v if v > 0 else at)
+        return np.asarray((R * np.exp(v * at) + drift) * (1.0 + 1e-14))
+
+
+def _rate(attention: AttentionMap) -> tuple[float, float] | None:
+    """``v`` and ``b`` with ``|Gamma(x)| <= v R + b``, or None."""
+    if isinstance(attention, MaskedAttention):
+        return _rate(attention.attention)
+    if isinstance(attention, Residual):
+        inner = _rate(attention.map)
+        return None if inner is None else (abs(attention.scale) * inner[0], abs(attention.scale) * inner[1])
+    if isinstance(attention, MultiHeadAttention):
+        v, b = 0.0, 0.0 if attention.output_bias is None else float(np.linalg.norm(attention.output_bias))
+        for i, head in enumerate(attention.heads):
+            W = None if attention.outputs is None else attention.outputs[i]
+            part = _head_rate(head, W)
+            if part is None:
+                return None
+            v, b = v + part[0], b + part[1]
+        return v, b
+    return _head_rate(attention, None)
+
+
+def _head_rate(head: AttentionMap, W: Array | None) -> tuple[float, float] | None:
+    if isinstance(head, MaskedAttention):
+        return _head_rate(head.attention, W)
+    if not isinstance(head, SoftmaxAttention | L2Attention | SinkhornAttention):
+        return None
+    bias = head.value_bias if isinstance(head, SoftmaxAttention) else None
+    U = head.V if W is None else W @ head.V
+    shift = 0.0 if bias is None else float(np.linalg.norm(bias if W is None else W @ bias))
+    return spectral_norm_upper(U), shift
+
+
+def _gronwall(
+    attention: AttentionMap, times: Array, radii: Array, n: int | None, p: float
+) -> tuple[dict[str, Array], Array | None]:
+    """Upper sums of ``int L(R(s)) ds``: L grows with R, and R is bounded by its value at the right end of each part."""
+    rate = _rate(attention)
+    gaps = np.diff(times)
+    parts = np.arange(1, SUBSTEPS + 1) / SUBSTEPS
+    local = gaps[:, None] * parts  # times from the left end of each interval
+    out: dict[str, Array] = {}
+    caps = None
+    if rate is not None:
+        caps = radius_bound(attention, float(radii[0]), times - times[0])
+        prior = radius_bound(attention, float(radii[0]), (times[:-1, None] - times[0]) + local)
+        # from each measured radius on, with the same growth
+        zero = radius_bound(attention, 0.0, local)
+        one = radius_bound(attention, 1.0, local) - zero
+        posterior = np.minimum((radii[:-1, None] * (1.0 + 1e-6)) * one * (1.0 + 1e-12) + zero, prior)
+    else:
+        prior = None
+        posterior = np.broadcast_to(np.maximum(radii[:-1], radii[1:])[:, None], local.shape)
+    width = np.broadcast_to(gaps[:, None] / SUBSTEPS, local.shape)
+    jobs = [("ours, radius along the flow", posterior, True)]
+    if prior is not None:
+        jobs += [("ours", prior, True), ("published", prior, False)]
+    for name, R, ours in jobs:
+        logs = [_log_constant(attention, float(r), n, p, ours) for r in R.ravel()]
+        if any(v is None for v in logs):
+            continue
+        with np.errstate(over="ignore"):
+            steps = np.exp(np.reshape(np.array(logs, dtype=np.float64), R.shape)) * width
+            out[name] = check.frozen(np.concatenate([[0.0], np.cumsum(steps.sum(axis=1))]) * (1.0 + 1e-12))
+    return out, caps
+
+
+def _log_constant(attention: AttentionMap, R: float, n: int | None, p: float, ours: bool) -> float | None:
+    """Logarithm of the least upper bound of the Lipschitz constant on the ball, or None where there is none."""
+    if R > LARGEST_RADIUS:
+        return math.inf
+    inner = attention.map if isinstance(attention, Residual) else attention
+    scale = abs(attention.scale) if isinstance(attention, Residual) else 1.0
+    bounds = table(inner, radius=max(R, 1e-150), n=n, p=p)
+    logs = [
+        float(b.details.get("log_value", math.log(b.value) if b.value > 0 else -math.inf))
+        for b in bounds
+        if b.kind == "upper" and b.source.startswith("otattn") == ours
+    ]
+    if not logs:
+        return None
+    return min(logs) + (math.log(scale) if scale > 0 else -math.inf)
+
+
+def _equal_atoms(mu: Any, nu: Any) -> int | None:
+    """n when both measures are n equal atoms (one token a time under a mask), else None."""
+    if mu.n != nu.n or not ((mu.weights == mu.weights[0]).all() and (nu.weights == nu.weights[0]).all()):
+        return None
+    if isinstance(mu, SpaceTimeMeasure) and len(np.unique(mu.times)) < mu.n:
+        return None
+    return int(mu.n)
+
+
+def _distance(mu: Any, nu: Any, p: float) -> float:
+    if isinstance(mu, GaussianMeasure):
+        return bures_wasserstein(mu, nu)
+    if isinstance(mu, SpaceTimeMeasure):
+        return conditional_wasserstein(mu, nu, p=p)
+    assert isinstance(mu, DiscreteMeasure)
+    return wasserstein(mu, nu, p=p)

@@ -1,0 +1,231 @@
+r"""Velocities of Gaussian measures, vectorised over a stack of them.
+
+A velocity ``Gamma(x) = b + G x`` keeps Gaussians Gaussian: ``alpha' = b + G alpha`` and ``Sigma' = G Sigma + Sigma
+G^T``. With a factor ``Sigma = L L^T`` the second is ``L' = G L``: Sigma stays positive semi-definite and keeps its
+rank without any projection. Factors are written ``L = e^s M``, so that neither growth nor decay leaves float64.
+
+Each field maps ``(M (B, d, d), s (B,), alpha (B, d))`` to ``(G M, alpha')``; parameters are single matrices or
+stacks of B. Formulas that would multiply a huge number by a rounded zero are avoided:
+
+- softmax: ``G M = e^{2s} V M (M^T A M)``, ``alpha' = V (alpha + Sigma (A alpha + c)) + b_V``;
+- L2: ``G M = 2 V R Q M``, ``alpha' = V (alpha + 2 R (Q - K) alpha)`` with ``R = L (I + 2 C^T C)^{-1} C^T``, ``C = K
+  L`` (``= Sigma K^T (I + 2 K Sigma K^T)^{-1}``), from the singular values of ``C``;
+- Sinkhorn: ``G M = V M U diag(2 b / (1 + sqrt(1 + 4 b^2))) W^T`` with ``L^T A L = U diag(b) W^T``, ``alpha' = V
+  alpha``;
+- linear: ``G M = V (Sigma + alpha alpha^T) A M``, ``alpha' = V (Sigma + alpha alpha^T) A alpha``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention import (
+    AttentionMap,
+    Compose,
+    L2Attention,
+    LinearAttention,
+    MultiHeadAttention,
+    Residual,
+    SinkhornAttention,
+    SoftmaxAttention,
+)
+from otattn.measures import GaussianMeasure
+
+__all__ = ["GaussianField", "L2Field", "SoftmaxField", "gaussian_field"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+Rates = tuple[Array, Array]
+
+_EPS = float(np.finfo(np.float64).eps)
+
+
+class GaussianField(ABC):
+    """The velocity of a stack of Gaussians."""
+
+    autonomous_covariance: bool = True
+    """True when the covariance does not feel the mean."""
+
+    @abstractmethod
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        """``G M`` and ``alpha'``."""
+
+    def take(self, index: Index) -> GaussianField:
+        """The field of some members of the stack."""
+        return self
+
+
+def _part(P: Array, index: Index) -> Array:
+    return P if P.ndim == 2 else P[index]
+
+
+def _apply(P: Array, x: Array) -> Array:
+    """Matrices (one, or a stack) times a stack of vectors."""
+    return np.asarray(np.squeeze(P @ x[..., None], -1))
+
+
+def _transpose(P: Array) -> Array:
+    return np.swapaxes(P, -1, -2)
+
+
+class SoftmaxField(GaussianField):
+    """Softmax attention with logits ``<A x + c, y>``."""
+
+    def __init__(self, A: Array, V: Array, bias: Array | None = None, value_bias: Array | None = None) -> None:
+        self.A, self.V, self.bias, self.value_bias = A, V, bias, value_bias
+
+    def take(self, index: Index) -> SoftmaxField:
+        return SoftmaxField(_part(self.A, index), _part(self.V, index), self.bias, self.value_bias)
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        Mt = _transpose(M)
+        scale = np.exp(2.0 * s)
+        moved = scale[:, None, None] * (self.V @ (M @ (Mt @ (self.A @ M))))
+        g = _apply(self.A, alpha)
+        if self.bias is not None:
+            g = g + self.bias
+        mean = _apply(self.V, alpha + scale[:, None] * _apply(M, _apply(Mt, g)))
+        return moved, mean if self.value_bias is None else mean + self.value_bias
+
+
+class LinearField(GaussianField):
+    """Linear attention, ``h(s) = s``."""
+
+    autonomous_covariance = False
+
+    def __init__(self, A: Array, V: Array) -> None:
+        self.A, self.V = A, V
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        scale = np.exp(2.0 * s)[:, None]
+        AM, Aa = self.A @ M, _apply(self.A, alpha)
+        # second moments times A M and A alpha
+        inner = scale[..., None] * (M @ (_transpose(M) @ AM)) + alpha[:, :, None] * (alpha[:, None, :] @ AM)
+        mean = scale * _apply(M, _apply(_transpose(M), Aa)) + alpha * (alpha * Aa).sum(axis=1, keepdims=True)
+        return self.V @ inner, _apply(self.V, mean)
+
+
+class L2Field(GaussianField):
+    """L2 attention with factors Q, K of shape (k, d)."""
+
+    def __init__(self, Q: Array, K: Array, V: Array) -> None:
+        self.Q, self.K, self.V = Q, K, V
+
+    def take(self, index: Index) -> L2Field:
+        return L2Field(_part(self.Q, index), _part(self.K, index), _part(self.V, index))
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        U, c, Wt = np.linalg.svd(self.K @ M, full_matrices=False)
+        # R = M W diag(q c / (p + 2 q c^2)) U^T with q / p = e^{2s}; singular values that are rounding are zeros
+        q, p = np.exp(2.0 * np.minimum(s, 0.0))[:, None], np.exp(-2.0 * np.maximum(s, 0.0))[:, None]
+        noise = c <= 8.0 * M.shape[-1] * _EPS * c[:, :1]
+        c = np.where(noise, 0.0, c)
+        weight = q * c / np.where(noise, 1.0, p + 2.0 * q * c * c)
+        R = (M @ _transpose(Wt) * weight[:, None, :]) @ _transpose(U)
+        moved = 2.0 * (self.V @ (R @ (self.Q @ M)))
+        mean = _apply(self.V, alpha + 2.0 * _apply(R, _apply(self.Q - self.K, alpha)))
+        return moved, mean
+
+
+class SinkhornField(GaussianField):
+    """Sinkhorn attention."""
+
+    def __init__(self, A: Array, V: Array) -> None:
+        self.A, self.V = A, V
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        U, b, Wt = np.linalg.svd(_transpose(M) @ (self.A @ M))
+        q, p = np.exp(2.0 * np.minimum(s, 0.0))[:, None], np.exp(-2.0 * np.maximum(s, 0.0))[:, None]
+        top = 2.0 * q * b
+        bottom = p + np.hypot(p, top)
+        weight = top / np.where(bottom > 0, bottom, 1.0)
+        return self.V @ ((M @ U * weight[:, None, :]) @ Wt), _apply(self.V, alpha)
+
+
+class SumField(GaussianField):
+    """Several heads with output matrices."""
+
+    def __init__(self, parts: Sequence[GaussianField], outputs: Sequence[Array] | None, bias: Array | None) -> None:
+        self.parts, self.outputs, self.bias = list(parts), outputs, bias
+        self.autonomous_covariance = all(p.autonomous_covariance for p in parts)
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        moved, mean = np.zeros_like(M), np.zeros_like(alpha)
+        for i, part in enumerate(self.parts):
+            dM, da = part.rates(M, s, alpha, t)
+            if self.outputs is not None:
+                dM, da = self.outputs[i] @ dM, _apply(self.outputs[i], da)
+            moved, mean = moved + dM, mean + da
+        return np.asarray(moved), np.asarray(mean if self.bias is None else mean + self.bias)
+
+
+class ScaledField(GaussianField):
+    """A residual layer, which moves by ``scale`` times its map."""
+
+    def __init__(self, inner: GaussianField, scale: float) -> None:
+        self.inner, self.scale = inner, scale
+        self.autonomous_covariance = inner.autonomous_covariance
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        dM, da = self.inner.rates(M, s, alpha, t)
+        return self.scale * dM, self.scale * da
+
+
+class AffineField(GaussianField):
+    """Any map with a ``gaussian_affine``, one Gaussian after the other; also parameters that depend on time."""
+
+    autonomous_covariance = False
+
+    def __init__(self, layer: Callable[[float], AttentionMap]) -> None:
+        self.layer = layer
+
+    def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
+        moved, mean = np.empty_like(M), np.empty_like(alpha)
+        for k in range(len(M)):
+            attention = self.layer(float(t[k]))
+            fast = _known(attention)
+            if fast is not None:
+                one, da = fast.rates(M[k : k + 1], s[k : k + 1], alpha[k : k + 1], t[k : k + 1])
+                moved[k], mean[k] = one[0], da[0]
+                continue
+            L = np.exp(s[k]) * M[k]
+            G, b = attention.gaussian_affine(GaussianMeasure(alpha[k], L @ L.T))
+            moved[k], mean[k] = G @ M[k], G @ alpha[k] + b
+        return moved, mean
+
+
+def gaussian_field(attention: AttentionMap | Callable[[float], AttentionMap]) -> GaussianField:
+    """The field of an attention map, or of a callable ``t -> attention map``.
+
+    Raises
+    ------
+    NotGaussianPreservingError
+        The map does not keep Gaussians Gaussian.
+    """
+    if not isinstance(attention, AttentionMap):
+        return AffineField(attention)
+    known = _known(attention)
+    return AffineField(lambda t: attention) if known is None else known
+
+
+def _known(attention: AttentionMap) -> GaussianField | None:
+    if isinstance(attention, SoftmaxAttention):
+        return SoftmaxField(attention.A, attention.V, attention.bias, attention.value_bias)
+    if isinstance(attention, LinearAttention):
+        return LinearField(attention.A, attention.V)
+    if isinstance(attention, L2Attention):
+        return L2Field(attention.Q, attention.K, attention.V)
+    if isinstance(attention, SinkhornAttention):
+        return SinkhornField(attention.A, attention.V)
+    if isinstance(attention, MultiHeadAttention):
+        parts = [_known(h) for h in attention.heads]
+        if all(p is not None for p in parts):
+            return SumField([p for p in parts if p is not None], attention.outputs, attention.output_bias)
+    if isinstance(attention, Residual) and not isinstance(attention.map, Compose):
+        inner = _known(attention.map)
+        return None if inner is None else ScaledField(inner, attention.scale)
+    return None

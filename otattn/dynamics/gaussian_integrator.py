@@ -1,0 +1,248 @@
+r"""Integration of Gaussian flows in a time that stays bounded through blow-ups.
+
+State of each member: ``(M, s, alpha, t)`` with ``Sigma = e^{2s} M M^T``, moved in the common pseudo-time tau by
+
+    ``dt/dtau = 1 / rho``,  ``ds/dtau = <M, G M> / (|M|^2 rho)``,  ``dM/dtau = G M / rho - (ds/dtau) M``,
+
+``rho^2 = |G M|^2 / |M|^2 + |alpha'|^2 / (|alpha|^2 + |alpha_0|^2 + e^{2s}) + (slowest rate)^2``. All right-hand sides
+are bounded (``|ds/dtau| <= 1``) and ``|M|`` is constant; at a blow-up ``t(tau)`` converges to ``t*`` while
+``s`` grows like tau. Each member has its own t, so a stack of Gaussians with different blow-up times takes the
+steps of one. Members that are done leave the stack.
+
+At the end the growth rate ``g = d/dt log(size)`` of a flow of cubic growth (softmax, linear) has ``1/g -> 0``
+linearly with slope -2, so ``t* = t + 1 / (2 g)`` up to the relative error of the shape times ``1/(g t) = 1e-10``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.integrate import DOP853
+
+from otattn.dynamics.gaussian_fields import GaussianField
+
+__all__ = ["BLOW_UP_GROWTH", "GaussianRun", "GaussianSystem", "integrate"]
+
+Array = NDArray[np.float64]
+
+BLOW_UP_GROWTH = 1e10
+"""Growth rate times elapsed time at which a flow has blown up."""
+MAX_MEAN = 1e280
+"""Means beyond this size end a flow: nothing after it could be represented."""
+NODES = 0.5 - 0.5 * np.cos(np.pi * np.arange(8) / 7.0)
+"""Eight points carry the solver's interpolant, a polynomial of degree 7, exactly."""
+WEIGHTS = np.array([0.5, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -0.5])
+
+
+@dataclass(eq=False)
+class GaussianRun:
+    """What an integration left, for a stack of B Gaussians.
+
+    Attributes
+    ----------
+    times : list of B arrays
+        Local times that were reached.
+    factors, scales, means : lists of B arrays
+        ``M``, ``s`` and ``alpha`` at those times.
+    status : list of B strings
+        "success", "blow_up", "overflow" or "failed".
+    blow_up_times : ndarray (B,)
+    final : tuple of arrays
+        ``M, s, alpha, t`` where each member stopped.
+    """
+
+    times: list[list[float]]
+    factors: list[list[Array]]
+    scales: list[list[float]]
+    means: list[list[Array]]
+    status: list[str]
+    blow_up_times: Array
+    final: tuple[Array, Array, Array, Array]
+    evaluations: int = 0
+    steps: int = field(default=0)
+
+
+class GaussianSystem:
+    """The flat right-hand side of the members that still move."""
+
+    def __init__(self, gaussians: GaussianField, alpha0: Array, start: float, d: int, unit: Array, logs: bool) -> None:
+        self.gaussians, self.start, self.d, self.unit, self.logs = gaussians, start, d, unit, logs
+        self.anchor = (alpha0**2).sum(axis=1)
+        self.count = 0
+
+    def split(self, y: Array) -> tuple[Array, Array, Array, Array]:
+        Y = y.reshape(len(self.anchor), -1)
+        d = self.d
+        return Y[:, : d * d].reshape(-1, d, d), Y[:, d * d], Y[:, d * d + 1 : -1], Y[:, -1]
+
+    def rates(self, y: Array) -> tuple[Array, Array, Array, Array]:
+        """``G M``, ``ds/dt``, ``alpha'`` and the clock rate rho."""
+        M, s, alpha, t = self.split(y)
+        self.count += 1
+        # the last step may reach beyond the end, where the caller's parameters need not exist
+        GM, da = self.gaussians.rates(M, s, alpha, self.start + (t if self.logs else np.minimum(t, self.unit)))
+        size = (M**2).sum(axis=(1, 2))
+        safe = np.where(size > 0, size, 1.0)
+        ds = (M * GM).sum(axis=(1, 2)) / safe
+        spread = np.exp(np.minimum(2.0 * s, 600.0)) * (size > 0)
+        room = (alpha**2).sum(axis=1) + self.anchor + spread
+        drift = (da**2).sum(axis=1) / np.where(room > 0, room, 1.0)
+        own = (GM**2).sum(axis=(1, 2)) / safe + drift
+        # never slower than one unit of time, or (towards a limit) than a factor e of the elapsed time
+        slowest = 1.0 / (np.maximum(t, 0.0) + self.unit) if self.logs else 1.0 / self.unit
+        return GM, ds, da, np.sqrt(own + slowest**2)
+
+    def __call__(self, tau: float, y: Array) -> Array:
+        M = self.split(y)[0]
+        GM, ds, da, rho = self.rates(y)
+        r = rho[:, None]
+        dM = (GM - ds[:, None, None] * M) / r[..., None]
+        return np.asarray(np.concatenate([dM.reshape(len(M), -1), ds[:, None] / r, da / r, 1.0 / r], axis=1).ravel())
+
+    def growth(self, y: Array) -> Array:
+        """``d/dt log (e^{2s} |M|^2 + |alpha|^2)^{1/2}``."""
+        M, s, alpha, _ = self.split(y)
+        _, ds, da, _ = self.rates(y)
+        size = (M**2).sum(axis=(1, 2))
+        shrink = np.exp(-2.0 * np.clip(s, -300.0, 300.0))
+        mean, moved = shrink * (alpha**2).sum(axis=1), shrink * (alpha * da).sum(axis=1)
+        total = size + mean
+        return np.asarray((ds * size + moved) / np.where(total > 0, total, 1.0))
+
+
+def integrate(
+    gaussians: GaussianField,
+    M: Array,
+    s: Array,
+    alpha: Array,
+    *,
+    start: float,
+    duration: float,
+    t_eval: Array | None,
+    rtol: float,
+    atol: float,
+    max_steps: int,
+) -> GaussianRun:
+    """Integrate a stack of Gaussians over ``duration`` (local times from 0); see the module's docstring."""
+    B, d = alpha.shape
+    t = np.zeros(B)
+    run = GaussianRun(
+        [[] for _ in range(B)],
+        [[] for _ in range(B)],
+        [[] for _ in range(B)],
+        [[] for _ in range(B)],
+        ["failed"] * B,
+        np.full(B, math.inf),
+        (M.copy(), s.copy(), alpha.copy(), t.copy()),
+    )
+    active = np.arange(B)
+    unit = np.full(B, duration)
+    # the solver's error norm is a mean over the stack: a single member must meet the tolerance alone
+    share = math.sqrt(B)
+    y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, t[:, None]], axis=1)
+    _keep(run, active, np.zeros(B), y, d, t_eval)
+    system = GaussianSystem(gaussians, alpha, start, d, unit, False)
+    solver: Any = None
+    tau, first = 0.0, None
+    while active.size:
+        if solver is None:
+            system = GaussianSystem(gaussians.take(active), alpha[active], start, d, unit[active], False)
+            with np.errstate(over="ignore", invalid="ignore"):
+                solver = DOP853(
+                    system, tau, y[active].ravel(), math.inf, rtol=rtol / share, atol=atol / share, first_step=first
+                )
+        with np.errstate(over="ignore", invalid="ignore"):
+            before = solver.y.reshape(active.size, -1)[:, -1].copy()
+            solver.step()
+        run.evaluations += system.count
+        system.count = 0
+        run.steps += 1
+        if solver.status == "failed" or run.steps > max_steps:
+            _store(run, active, solver.y.reshape(active.size, -1), d)
+            break  # status "failed" is what they start with
+        Y = solver.y.reshape(active.size, -1)
+        y[active] = Y
+        now = Y[:, -1]
+        arrived = now >= duration
+        grown = ~arrived & (system.growth(solver.y) * now >= BLOW_UP_GROWTH)
+        lost = ~arrived & ~grown & (np.abs(Y[:, d * d + 1 : -1]).max(axis=1) > MAX_MEAN)
+        done = arrived | grown | lost
+        if t_eval is not None or arrived.any():
+            _between(run, solver, active, before, np.minimum(now, duration), arrived, d, t_eval)
+        if t_eval is None:
+            _keep(run, active[~arrived], now[~arrived], Y[~arrived], d, None)
+        if done.any():
+            growth = system.growth(solver.y)
+            for k in np.flatnonzero(done):
+                b = int(active[k])
+                run.status[b] = "success" if arrived[k] else "blow_up" if grown[k] else "overflow"
+                if grown[k]:
+                    run.blow_up_times[b] = now[k] + 0.5 / growth[k]
+            _store(run, active[done], Y[done], d)
+            tau, first = float(solver.t), float(solver.step_size)
+            active, solver = active[~done], None
+    return run
+
+
+def _store(run: GaussianRun, members: NDArray[np.intp], Y: Array, d: int) -> None:
+    M, s, alpha, t = run.final
+    M[members], s[members] = Y[:, : d * d].reshape(-1, d, d), Y[:, d * d]
+    alpha[members], t[members] = Y[:, d * d + 1 : -1], Y[:, -1]
+
+
+def _keep(run: GaussianRun, members: NDArray[np.intp], times: Array, Y: Array, d: int, t_eval: Array | None) -> None:
+    """Append states; with ``t_eval`` only the initial ones, when they are asked for."""
+    if t_eval is not None and t_eval[0] != 0.0:
+        return
+    for b, time, row in zip(members, times, Y, strict=True):
+        _append(run, int(b), float(time), row, d)
+
+
+def _append(run: GaussianRun, b: int, time: float, row: Array, d: int) -> None:
+    run.times[b].append(time)
+    run.factors[b].append(row[: d * d].reshape(d, d).copy())
+    run.scales[b].append(float(row[d * d]))
+    run.means[b].append(row[d * d + 1 : -1].copy())
+
+
+def _between(
+    run: GaussianRun,
+    solver: Any,
+    active: NDArray[np.intp],
+    before: Array,
+    now: Array,
+    arrived: NDArray[np.bool_],
+    d: int,
+    t_eval: Array | None,
+) -> None:
+    """States at the wanted times inside the last step: ``t(tau)`` is inverted on the solver's interpolant."""
+    if t_eval is None:
+        members = np.flatnonzero(arrived)
+        targets = now[members]
+    else:
+        inside = (t_eval > before[:, None]) & (t_eval <= now[:, None])
+        members, which = np.nonzero(inside)
+        targets = t_eval[which]
+    if not members.size:
+        return
+    nodes = solver.t_old + (solver.t - solver.t_old) * NODES
+    values = solver.dense_output()(nodes).reshape(active.size, -1, NODES.size)[members]
+    low, high = np.zeros(members.size), np.ones(members.size)
+    for _ in range(54):  # t is increasing in tau
+        middle = 0.5 * (low + high)
+        left = _at(values[:, -1:], middle)[:, 0] < targets
+        low, high = np.where(left, middle, low), np.where(left, high, middle)
+    for k, time, row in zip(members, targets, _at(values, 0.5 * (low + high)), strict=True):
+        _append(run, int(active[k]), float(time), row, d)
+
+
+def _at(values: Array, x: Array) -> Array:
+    """Polynomials ``(m, c)`` through the values ``(m, c, 8)`` at the nodes, each at its own x (barycentric formula)."""
+    gap = x[:, None] - NODES
+    hit = gap == 0.0
+    weight = np.where(hit.any(axis=1, keepdims=True), hit, WEIGHTS / np.where(hit, 1.0, gap))
+    return np.asarray((values @ weight[..., None])[..., 0] / weight.sum(axis=1, keepdims=True))

@@ -1,0 +1,241 @@
+r"""What a Gaussian flow tends to, and the rank of it.
+
+A flow is followed in a time whose unit grows with the elapsed time, until its covariance has settled. Directions are
+then told apart by size and by trend: an eigenvalue belongs to the limit when it exceeds ``tol`` times the largest and
+does not decay like a power of time, ``d log lambda / d log t > -1/4`` (the known decays are ``1/t`` and exponential,
+those that stay have 0). The trend decides long before a slow ``1/t`` has become small.
+
+For ``V = I`` and symmetric A a limit has ``Sigma A Sigma = 0``: the form of A vanishes on its range, whose dimension is
+therefore at most ``dim ker A + min(#positive, #negative eigenvalues)``, at most ``ceil(d/2)`` for invertible A.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn._linalg import symmetrize
+from otattn.attention import AttentionMap
+from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
+from otattn.dynamics.gaussian_fields import GaussianField, gaussian_field
+from otattn.dynamics.gaussian_relaxation import DROWNED, directions, relax
+from otattn.measures import GaussianMeasure
+
+__all__ = ["GaussianLimit", "gaussian_limit", "gaussian_limits", "isotropic_dimension", "scaled_factor"]
+
+Array = NDArray[np.float64]
+Kind = Literal["zero", "finite", "divergent", "blow_up"]
+
+TREND = 0.25
+"""Exponent in t below which an eigenvalue counts as constant."""
+TURNED, ROUGH_TOL = 2.0, 1e-7
+"""Where trends do not tell: change of ``log tr Sigma / 2`` that counts as growth or decay, and least relative eigenvalue
+(after a blow-up 1e-10 of the time is left, so that what does not belong to the limit is about as small)."""
+RANK_ROUNDINGS = 16.0
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianLimit:
+    """The limit of the covariance of a Gaussian flow.
+
+    Attributes
+    ----------
+    kind : {"zero", "finite", "divergent", "blow_up"}
+        Where the covariance goes; "divergent" as t grows, "blow_up" in finite time.
+    covariance : ndarray (d, d)
+        The limit; of ``Sigma / tr Sigma`` when Sigma diverges or blows up.
+    rank : int
+        Its rank.
+    blow_up_time : float
+        From the start; inf when there is none.
+    eigenvalues, trends : ndarray (d,)
+        Of the last covariance computed (in units of its largest eigenvalue), and ``d log lambda_i / d log t`` there
+        (zeros for a closed form).
+    time : float
+        Elapsed time of that covariance; inf for a closed form.
+    settled : bool
+        False when the covariance still moved (it may turn for ever: then only the rank is a limit).
+    exact : bool
+        True for a closed form.
+    tol : float
+        Relative size below which an eigenvalue counts as zero.
+    """
+
+    kind: Kind
+    covariance: Array
+    rank: int
+    blow_up_time: float
+    eigenvalues: Array
+    trends: Array
+    time: float
+    settled: bool
+    exact: bool
+    tol: float
+
+
+def gaussian_limit(attention: AttentionMap, gaussian: GaussianMeasure, *, tol: float = 1e-9) -> GaussianLimit:
+    """The limit of the covariance under the Gaussian flow of an attention map.
+
+    Parameters
+    ----------
+    attention : AttentionMap
+        Softmax, L2, Sinkhorn, linear, or several such heads.
+    gaussian : GaussianMeasure
+    tol : float
+        Relative size below which an eigenvalue of the limit counts as zero.
+
+    Returns
+    -------
+    GaussianLimit
+
+    Raises
+    ------
+    NotGaussianPreservingError
+        The map does not keep Gaussians Gaussian.
+    TypeError
+        Parameters that depend on time.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> A = [[-1.0, 0.0], [0.0, 0.0]]                              # one direction dies like 1/t, the other stays
+    >>> limit = gaussian_limit(SoftmaxAttention(A, np.eye(2)), GaussianMeasure([0.0, 0.0], np.eye(2)))
+    >>> limit.kind, limit.rank, limit.covariance.round(12).tolist()
+    ('finite', 1, [[0.0, 0.0], [0.0, 1.0]])
+
+    References
+    ----------
+    Castin, Ablin, Carrillo, Peyre, "A Unified Perspective on the Dynamics of Deep Transformers", 2025.
+    """
+    if not isinstance(attention, AttentionMap):
+        raise TypeError(f"attention must be an attention map (constant in time), received {type(attention).__name__}.")
+    attention._check_dim(gaussian.dim)
+    size = check.positive(tol, "tol")
+    form = covariance_closed_form(attention, gaussian)
+    if form is not None:
+        return _exact(form, size)
+    M, s = scaled_factor(gaussian.cov[None])
+    return gaussian_limits(gaussian_field(attention), M, s, gaussian.mean[None], tol=size)[0]
+
+
+def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, *, tol: float) -> list[GaussianLimit]:
+    """Limits of a stack of Gaussians by integration."""
+    if gaussians.autonomous_covariance:
+        alpha = np.zeros_like(alpha)  # the mean may leave float64 where the covariance settles
+    run = relax(gaussians, M, s, alpha)
+    F, scale, t = run.M, run.s, run.t
+    with np.errstate(over="ignore", invalid="ignore"):
+        rates = gaussians.rates(F, scale, run.alpha, t)[0]
+    shape = F @ np.swapaxes(F, 1, 2)
+    lam, trends, total = directions(F, rates, t)
+    vectors = np.linalg.eigh(shape)[1]
+    out = []
+    for b in range(len(F)):
+        where = float(run.blow_up_times[b]), float(t[b]), bool(run.settled[b]), bool(run.turning[b])
+        grown = float(scale[b] - s[b])
+        out.append(_limit(lam[b], vectors[b], trends[b], float(total[b]), float(scale[b]), grown, where, tol))
+    return out
+
+
+def _limit(
+    lam: Array,
+    vectors: Array,
+    trends: Array,
+    total: float,
+    scale: float,
+    grown: float,
+    where: tuple[float, float, bool, bool],
+    tol: float,
+) -> GaussianLimit:
+    """The verdict on one member: which eigenvalues of ``M M^T`` belong to the limit."""
+    blow_up, t, settled, turning = where
+    large = lam > tol * lam[-1]
+    relative = trends - total
+    if blow_up == math.inf and (not settled or (abs(total) <= TREND and grown > DROWNED)):
+        # the trend of the trace swings, or has drowned in rounding: its growth so far tells
+        settled = False
+        total = 2.0 * grown if abs(grown) > TURNED else 0.0
+        large = lam > max(tol, ROUGH_TOL) * lam[-1]
+        relative = np.zeros_like(lam) if turning else relative
+    kind: Kind
+    if not lam[-1] > 0:
+        kind, kept = "zero", np.zeros_like(large)
+    elif blow_up < math.inf:
+        kind, kept = "blow_up", lam > max(tol, ROUGH_TOL) * lam[-1]
+    elif total > TREND:
+        kind, kept = "divergent", large & (relative > -TREND)
+    elif total < -TREND:
+        kind, kept = "zero", np.zeros_like(large)
+    else:
+        kind, kept = "finite", large & (relative > -TREND)
+    part = symmetrize((vectors[:, kept] * lam[kept]) @ vectors[:, kept].T)
+    if kind == "finite":
+        part = math.exp(2.0 * scale) * part
+    elif kept.any():
+        part = part / np.trace(part)
+    return GaussianLimit(
+        kind=kind,
+        covariance=check.frozen(part),
+        rank=int(kept.sum()),
+        blow_up_time=blow_up,
+        eigenvalues=check.frozen(lam / max(float(lam[-1]), 1e-300)),
+        trends=check.frozen(trends),
+        time=t,
+        settled=settled,
+        exact=False,
+        tol=tol,
+    )
+
+
+def _exact(form: CovarianceClosedForm, tol: float) -> GaussianLimit:
+    S = form.limit()
+    lam = np.maximum(np.linalg.eigvalsh(S), 0.0)
+    blow_up = form.blow_up_time
+    # a limit of rank zero comes out as rounding of the start
+    start = float((form.root**2).sum())
+    rank = 0 if lam[-1] <= 1e-13 * start and blow_up == math.inf else int((lam > tol * lam[-1]).sum())
+    return GaussianLimit(
+        kind="blow_up" if blow_up < math.inf else "finite" if rank else "zero",
+        covariance=check.frozen(S if rank else np.zeros_like(S)),
+        rank=rank,
+        blow_up_time=blow_up,
+        eigenvalues=check.frozen(lam / max(float(lam[-1]), 1e-300)),
+        trends=check.frozen(np.zeros_like(lam)),
+        time=math.inf,
+        settled=True,
+        exact=True,
+        tol=tol,
+    )
+
+
+def scaled_factor(covs: Array) -> tuple[Array, Array]:
+    """``M`` (Frobenius norm 1, or 0) and ``s`` with ``Sigma = e^{2s} M M^T``, for a stack of covariances.
+
+    Eigenvalues within rounding of zero are zeros, so that a degenerate Gaussian stays degenerate.
+    """
+    w, E = np.linalg.eigh(symmetrize(covs))
+    floor = RANK_ROUNDINGS * covs.shape[-1] * np.finfo(np.float64).eps * np.abs(w).max(axis=1, keepdims=True)
+    L = E * np.sqrt(np.where(w > floor, w, 0.0))[:, None, :]
+    size = np.linalg.norm(L, axis=(1, 2))
+    safe = np.where(size > 0, size, 1.0)
+    return L / safe[:, None, None], np.log(safe)
+
+
+def isotropic_dimension(A: ArrayLike, *, tol: float = 1e-9) -> int:
+    """``dim ker A + min(#positive, #negative eigenvalues)`` of the symmetric part of A: no limit for V = I has a larger rank.
+
+    Examples
+    --------
+    >>> isotropic_dimension([[1.0, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    2
+    """
+    S = check.matrix(A, "A")
+    w = np.linalg.eigvalsh(symmetrize(S))
+    cut = tol * max(float(np.abs(w).max()), 1e-300)
+    positive, negative = int((w > cut).sum()), int((w < -cut).sum())
+    return len(w) - positive - negative + min(positive, negative)

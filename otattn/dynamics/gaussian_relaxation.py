@@ -1,0 +1,171 @@
+r"""Gaussian flows followed to where they settle: many at once, each at its own pace.
+
+The state and the pseudo-time are those of :mod:`otattn.dynamics.gaussian_integrator`, with a clock that lets t grow by a
+factor e per unit, so that algebraic decay is followed over many powers of ten. Each member of the stack has its own step
+(scipy's Runge-Kutta 4(5) coefficients, applied to all of them at once): one stiff member does not slow the others.
+Those that an explicit method cannot finish in a reasonable number of steps go to LSODA, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.integrate import LSODA, RK45
+
+from otattn.dynamics.gaussian_fields import GaussianField
+from otattn.dynamics.gaussian_integrator import BLOW_UP_GROWTH, GaussianSystem
+
+__all__ = ["DROWNED", "Relaxed", "directions", "relax"]
+
+Array = NDArray[np.float64]
+
+RTOL, ATOL = 1e-6, 1e-9
+HORIZON = 60.0
+"""Pseudo-time after which a member is left as it is: it turns for ever."""
+ROUNDS = 250
+"""Explicit steps before LSODA takes over."""
+LSODA_STEPS = 200
+PATIENCE, LAPSE = 6.0, 50.0
+"""A limit is looked for after so much pseudo-time, or so many of the initial time units."""
+SETTLED, UNDECIDED = 1e-2, (0.04, 0.75)
+"""It is there when the shape changes by at most ``SETTLED`` per factor e of elapsed time, and the trace follows a power of
+time that is clearly zero or clearly not."""
+NEGLIGIBLE = 1e-9
+"""Relative size of eigenvalues that need not be told apart."""
+LATEST = 1e9
+"""Units after which the trends tell (further on they drown in rounding)."""
+BLOW_UP_SIZE, DROWNED = 5.0, 8.0
+"""Logarithms of the growth that a blow-up must have shown, and of that after which ``A L`` of stiff directions is rounding."""
+
+
+@dataclass(eq=False)
+class Relaxed:
+    """Where each member of a stack ended: state, elapsed time, blow-up time, whether it had settled, or still
+    turned at the horizon."""
+
+    M: Array
+    s: Array
+    t: Array
+    alpha: Array
+    blow_up_times: Array
+    settled: NDArray[np.bool_]
+    turning: NDArray[np.bool_]
+    start: Array
+    """Initial ``s``."""
+
+
+def relax(gaussians: GaussianField, M: Array, s: Array, alpha: Array) -> Relaxed:
+    """Follow a stack of Gaussians until each has settled, blown up, or reached the horizon."""
+    B, d = alpha.shape
+    y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, np.zeros((B, 1))], axis=1)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        unit = 1.0 / np.maximum(GaussianSystem(gaussians, alpha, 0.0, d, np.full(B, 1e300), False).rates(y)[3], 1e-300)
+        no = np.zeros(B, dtype=bool)
+        out = Relaxed(M.copy(), s.copy(), np.zeros(B), alpha.copy(), np.full(B, math.inf), no, no.copy(), s.copy())
+        left = _explicit(gaussians, y, unit, out, d)
+        for b in left:
+            _implicit(gaussians, y, unit, out, d, int(b))
+    return out
+
+
+def _explicit(gaussians: GaussianField, y: Array, unit: Array, out: Relaxed, d: int) -> NDArray[np.intp]:
+    """Runge-Kutta 4(5), every member with its own step; returns the members that are not done."""
+    active = np.arange(len(y))
+    tau, h = np.zeros(len(y)), np.full(len(y), 1e-2)
+    A, Bw, E = np.asarray(RK45.A), np.asarray(RK45.B), np.asarray(RK45.E)
+    start = y.copy()
+    for _ in range(ROUNDS):
+        system = GaussianSystem(gaussians.take(active), start[active, d * d + 1 : -1], 0.0, d, unit[active], True)
+        Y, step = y[active], h[active][:, None]
+        K = np.empty((7, *Y.shape))
+        K[0] = system(0.0, Y).reshape(Y.shape)
+        for i in range(1, 6):
+            K[i] = system(0.0, Y + step * np.tensordot(A[i, :i], K[:i], 1)).reshape(Y.shape)
+        new = Y + step * np.tensordot(Bw, K[:6], 1)
+        K[6] = system(0.0, new).reshape(Y.shape)
+        scale = ATOL + RTOL * np.maximum(np.abs(Y), np.abs(new))
+        error = np.sqrt(np.mean((step * np.tensordot(E, K, 1) / scale) ** 2, axis=1))
+        good = error < 1.0
+        y[active[good]] = new[good]
+        tau[active[good]] += h[active[good]]
+        factor = 0.9 * np.where(error > 0, error, 1e-10) ** -0.2
+        h[active] *= np.where(np.isfinite(factor), np.clip(factor, 0.2, 5.0), 0.2)
+        done = good & _finished(system, new, tau[active], out, active)
+        active = active[~done]
+        if not active.size:
+            break
+    _store(out, active, y[active], d)
+    return active
+
+
+def _implicit(gaussians: GaussianField, y: Array, unit: Array, out: Relaxed, d: int, b: int) -> None:
+    """LSODA for one member."""
+    member = np.array([b])
+    system = GaussianSystem(gaussians.take(member), y[member, d * d + 1 : -1], 0.0, d, unit[member], True)
+    solver = LSODA(system, 0.0, y[b], HORIZON, rtol=1e-8, atol=1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # LSODA's own remarks: its status says the same
+        for k in range(LSODA_STEPS):
+            solver.step()
+            if solver.status == "failed" or not np.isfinite(solver.y).all():
+                return
+            y[b] = solver.y
+            if (k % 8 == 7 or solver.status == "finished") and _finished(
+                system, y[member], np.array([solver.t]), out, member, stiff=True
+            ).all():
+                return
+    _store(out, member, y[member], d)
+
+
+def _finished(
+    system: GaussianSystem, Y: Array, tau: Array, out: Relaxed, members: NDArray[np.intp], *, stiff: bool = False
+) -> NDArray[np.bool_]:
+    """Which members are done; their states and verdicts are stored."""
+    M, s, _, t = system.split(Y)
+    GM, ds, _, _ = system.rates(Y)
+    growth = system.growth(Y)
+    grown = (growth * t >= BLOW_UP_GROWTH) & (s - out.start[members] >= BLOW_UP_SIZE)
+    elapsed = t / system.unit
+    size = np.maximum((M**2).sum(axis=(1, 2)), 1e-300)
+    turn = (GM - ds[:, None, None] * M) @ np.swapaxes(M, 1, 2)
+    still = t * np.linalg.norm(turn + np.swapaxes(turn, 1, 2), axis=(1, 2)) <= SETTLED * size
+    trend = np.abs(2.0 * t * ds)
+    settled = still & ((tau > PATIENCE) | (elapsed > LAPSE)) & ((trend < UNDECIDED[0]) | (trend > UNDECIDED[1]))
+    if settled.any():
+        some = np.flatnonzero(settled)
+        lam, trends, total = directions(M[some], GM[some], t[some])
+        # what falls with the trace (or faster than it grows) must be told from what stays
+        relative = trends - np.where(np.abs(total) > UNDECIDED[1], total, 0.0)[:, None]
+        clear = (relative > -UNDECIDED[0]) | (relative < -UNDECIDED[1]) | (lam <= NEGLIGIBLE * lam[:, -1:])
+        settled[some] = clear.all(axis=1)
+    done = np.asarray(grown | settled | (tau >= HORIZON) | (elapsed >= LATEST))
+    if stiff:
+        done |= s - out.start[members] > DROWNED
+    _store(out, members[done], Y[done], system.d)
+    out.settled[members[done]] = (grown | settled)[done]
+    out.turning[members[done]] = ((tau >= HORIZON) & ~settled & ~grown)[done]
+    chosen = members[grown]
+    out.blow_up_times[chosen] = t[grown] + 0.5 / growth[grown]
+    return done
+
+
+def directions(M: Array, GM: Array, t: Array) -> tuple[Array, Array, Array]:
+    """Eigenvalues of ``M M^T`` (ascending), their trends ``d log lambda_i / d log t``, and that of the trace."""
+    Mt = np.swapaxes(M, 1, 2)
+    lam, E = np.linalg.eigh(M @ Mt)
+    moved = GM @ Mt
+    slopes = np.einsum("bji,bjk,bki->bi", E, moved + np.swapaxes(moved, 1, 2), E)
+    lam = np.maximum(lam, 0.0)
+    trends = np.where(lam > 0, t[:, None] * slopes / np.where(lam > 0, lam, 1.0), -math.inf)
+    size = (M**2).sum(axis=(1, 2))
+    total = 2.0 * t * (M * GM).sum(axis=(1, 2)) / np.where(size > 0, size, 1.0)
+    return lam, trends, np.asarray(total)
+
+
+def _store(out: Relaxed, members: NDArray[np.intp], Y: Array, d: int) -> None:
+    out.M[members], out.s[members] = Y[:, : d * d].reshape(-1, d, d), Y[:, d * d]
+    out.alpha[members], out.t[members] = Y[:, d * d + 1 : -1], Y[:, -1]

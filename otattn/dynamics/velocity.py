@@ -1,0 +1,130 @@
+r"""The velocity of the tokens: what a flow integrates.
+
+- plain: ``x_i' = Gamma_mu(x_i)``;
+- sphere: ``x_i' = P_i Gamma_mu(x_i)``, ``P_i = I - x_i x_i^T / |x_i|^2``: each token keeps its norm (LayerNorm in
+  continuous depth);
+- rescaled: ``z_i' = e^{-tV} (Gamma_mu(x_i) - V x_i)`` for ``z = e^{-tV} x``.
+
+A layer that already holds its skip connection (:class:`Residual`, :class:`TransformerBlock`) moves tokens by its
+increment ``F(x) - x``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention import (
+    AttentionMap,
+    L2Attention,
+    MaskedAttention,
+    MultiHeadAttention,
+    Residual,
+    SigmoidAttention,
+    SinkhornAttention,
+    SoftmaxAttention,
+    TransformerBlock,
+)
+from otattn.attention.base import Measure
+from otattn.dynamics.rescaling import conjugate, value_matrix
+
+__all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
+
+Array = NDArray[np.float64]
+Field = AttentionMap | Callable[[float], AttentionMap]
+Normalization = Literal["sphere", "rescaled"] | None
+
+
+def layer_at(attention: Any, t: float) -> AttentionMap:
+    """The attention map at time t: the map itself, or what a callable ``t -> attention`` gives."""
+    if isinstance(attention, AttentionMap):
+        return attention
+    if not callable(attention):
+        raise TypeError(
+            f"attention must be an attention map or a callable t -> attention map, received {type(attention).__name__}."
+        )
+    layer = attention(float(t))
+    if not isinstance(layer, AttentionMap):
+        raise TypeError(f"attention(t) must be an attention map, received {type(layer).__name__} at t = {t:g}.")
+    return layer
+
+
+def linear_growth(attention: Any) -> bool:
+    """True when ``|Gamma_mu(x)| <= c (1 + sup |y|)``: the flow then exists for all times."""
+    if isinstance(attention, MaskedAttention):
+        return linear_growth(attention.attention)
+    if isinstance(attention, MultiHeadAttention):
+        return all(linear_growth(h) for h in attention.heads)
+    if isinstance(attention, Residual):
+        return linear_growth(attention.map)
+    return isinstance(attention, SoftmaxAttention | L2Attention | SinkhornAttention | SigmoidAttention)
+
+
+class Velocity:
+    """The right-hand side of a flow on ``(n, d)`` tokens.
+
+    Parameters
+    ----------
+    attention : AttentionMap or callable t -> AttentionMap
+    measure : measure
+        Initial tokens, weights and (for causal maps) times.
+    normalization : None, "sphere" or "rescaled"
+    """
+
+    def __init__(self, attention: Any, measure: Measure, normalization: Normalization, start: float) -> None:
+        if normalization not in (None, "sphere", "rescaled"):
+            raise ValueError(f'normalization must be None, "sphere" or "rescaled", received {normalization!r}.')
+        layer = layer_at(attention, start)
+        if layer.out_dim is not None and layer.out_dim != measure.dim:
+            raise ValueError(
+                f"attention must have values in the space of the tokens, received {measure.dim} -> {layer.out_dim}; "
+                "add an output matrix with MultiHeadAttention([head], [W])."
+            )
+        self.attention, self.measure, self.normalization, self.start = attention, measure, normalization, start
+        self.V: Array | None = None
+        self.norms: Array | None = None
+        if normalization == "rescaled":
+            if not isinstance(attention, AttentionMap):
+                raise ValueError(
+                    'normalization="rescaled" must have constant parameters, received a callable; use None or "sphere".'
+                )
+            self.V = value_matrix(attention)
+        elif normalization == "sphere":
+            self.norms = np.linalg.norm(measure.points, axis=1, keepdims=True)
+            if not (self.norms > 0).all():
+                raise ValueError(
+                    f"tokens must not be zero on the sphere, received token {int(self.norms.argmin())} = 0; move it."
+                )
+
+    def attention_at(self, t: float) -> AttentionMap:
+        """The map that acts on the state at time t (on rescaled tokens: with rescaled parameters)."""
+        layer = layer_at(self.attention, t)
+        return layer if self.V is None else conjugate(layer, self.V, t - self.start)
+
+    def retract(self, x: Array) -> Array:
+        """Tokens on their spheres (the tokens themselves without that normalisation)."""
+        if self.norms is None:
+            return x
+        norms = np.linalg.norm(x, axis=-1, keepdims=True)
+        return np.asarray(x * (self.norms / np.where(norms > 0, norms, 1.0)))
+
+    def __call__(self, t: float, x: Array) -> Array:
+        """Velocities ``(n, d)`` at time t."""
+        x = self.retract(x)
+        layer = self.attention_at(t)
+        measure = self.measure._with_points(x)
+        if isinstance(layer, Residual):  # the increment itself, without the difference
+            v = layer.scale * layer.map._at_atoms(measure)
+        else:
+            v = layer._at_atoms(measure)
+            if isinstance(layer, TransformerBlock):
+                v = v - x
+        if self.V is not None:
+            v = v - x @ self.V.T
+        elif self.norms is not None:
+            unit = x / self.norms
+            v = v - (v * unit).sum(axis=1, keepdims=True) * unit
+        return np.asarray(v)

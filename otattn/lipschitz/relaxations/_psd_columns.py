@@ -1,0 +1,321 @@
+"""Cell bounds of the column sums behind :mod:`otattn.lipschitz.relaxations.psd`: each box at its worst corner.
+
+Boxes have the sides ``(r, h, log p, log q)``, named as there. A box is bounded at its worst corner and, to second order, by
+its middle plus the largest slopes over it; the smaller of both counts. The entropies enter through tangent planes, which
+lie below them everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import rel_entr, xlogy
+
+from otattn.lipschitz.relaxations._cells import boxes
+
+__all__ = ["Columns", "Multipliers", "OwnShare"]
+
+Array = NDArray[np.float64]
+Interval = tuple[Array, Array]
+
+_SLACK = 1e-10
+"""Relative slack of the conditions under which a box is called empty."""
+
+
+def _times(x: Interval, y: Interval) -> Interval:
+    corners = np.array([x[0] * y[0], x[0] * y[1], x[1] * y[0], x[1] * y[1]])
+    return corners.min(axis=0), corners.max(axis=0)
+
+
+def _largest(x: Interval) -> Array:
+    return np.maximum(np.abs(x[0]), np.abs(x[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Multipliers:
+    """One entry a cell of r: ``mu`` in [0, 1], any ``sigma`` (in units of r), ``xi`` > 0."""
+
+    mu: Array
+    sigma: Array
+    xi: Array
+
+    def at(self, cell: Any) -> Multipliers:
+        """The entries of these cells."""
+        return Multipliers(self.mu[cell], self.sigma[cell], self.xi[cell])
+
+
+class OwnShare:
+    """``max_x -(1-mu) log x - mu kl(x|y) + xi (n - 1 - 1/x)`` over shares x in (0, 1], as a decreasing step function of y.
+
+    Tabulated from above: x and y run over cells, and the running maximum from the right makes it monotone.
+    """
+
+    def __init__(self, multipliers: Multipliers, n: int, *, count: int = 256) -> None:
+        self.edges = np.concatenate([[0.0], np.geomspace(1e-3 / n, 1.0, count)])
+        y0, y1 = self.edges[:-1], self.edges[1:]
+        rows = []
+        for mu, xi in zip(multipliers.mu, multipliers.xi, strict=True):
+            # what does not depend on y increases up to this x and decreases beyond
+            top = xi / max(1.0 - mu, 1e-300)
+            x = np.geomspace(min(top, 1e-2 / n), 1.0, count)[:, None]
+            x0, x1 = np.concatenate([x[:1], x[:-1]]), x
+            near = np.where(x1 < y0, rel_entr(x1, y0) + rel_entr(1 - x1, 1 - y0), 0.0)
+            far = np.where(x0 > y1, rel_entr(x0, y1) + rel_entr(1 - x0, 1 - y1), 0.0)
+            far[0] = 0.0  # the first cell begins at zero
+            peak = np.clip(top, x0, x1)
+            best = -(1 - mu) * np.log(peak) - xi / peak - mu * np.maximum(near, far)
+            rows.append(best.max(axis=0) + xi * (n - 1))
+        self.table = np.maximum.accumulate(np.array(rows)[:, ::-1], axis=1)[:, ::-1]
+
+    def __call__(self, cell: Array, share: Array) -> Array:
+        """Upper bound at every y >= ``share``."""
+        index = np.searchsorted(self.edges, share * (1 - 1e-12), side="right") - 1
+        return np.asarray(self.table[cell, np.clip(index, 0, self.table.shape[1] - 1)])
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The numbers of a head and the weights of its rows.
+
+    Attributes
+    ----------
+    a, b, stretch : float
+        ``||A|| R^2``; ``sup ||V C A|| / (||V|| tr C)``; ``a`` over the least eigenvalue (inf when it is zero).
+    n : int
+        Number of tokens, at least 2.
+    split : tuple of float
+        ``t(h) = t0 (1 - h)^g + t1`` with ``t0 >= 0``, ``g >= 1``, ``t1 > 0``.
+    eta, tau : float
+        ``eta >= 0`` and ``tau > 0`` of the row weights.
+    """
+
+    a: float
+    b: float
+    stretch: float
+    n: int
+    split: tuple[float, float, float]
+    eta: float
+    tau: float
+
+    @property
+    def log_least_p(self) -> float:
+        """Rows that give less than this to the column are counted together, by :meth:`faint`."""
+        return math.log(1e-6 / self.n)
+
+    @property
+    def log_least_q(self) -> float:
+        """No token gives itself less: ``<g_i, x_k - x_i> <= a (h - h^2) <= a/4``."""
+        return -float(np.logaddexp(0.0, math.log(max(1, self.n - 1)) + self.a / 4)) - 1e-9
+
+    def faint(self) -> float:
+        """What the rows of tiny p add to a column sum, at most."""
+        least = math.exp(self.log_least_p)
+        return (self.n - 1) * (1 + float(self.t(np.zeros(1))[0])) * (1 + self.eta) * least * (1 + self.a**2)
+
+    def t(self, h: Array) -> Array:
+        """The split, decreasing in h."""
+        t0, g, t1 = self.split
+        return np.asarray(t0 * np.maximum(1 - h, 0.0) ** g + t1)
+
+    def _t_slope(self, h: Array) -> Array:
+        t0, g, _ = self.split
+        return np.asarray(-t0 * g * np.maximum(1 - h, 0.0) ** (g - 1))
+
+    def square(self, r: Array) -> Array:
+        """Largest ``|x|^2`` when ``|A^{1/2} x| = sqrt(a) r``."""
+        return np.minimum(1.0, self.stretch * r**2) if math.isfinite(self.stretch) else np.ones_like(r)
+
+    def _square_slope(self, r: Interval) -> Interval:
+        if not math.isfinite(self.stretch):
+            return np.zeros_like(r[0]), np.zeros_like(r[0])
+        low = np.where(self.stretch * r[1] ** 2 < 1, 2 * self.stretch * r[0], 0.0)
+        return low, np.where(self.stretch * r[0] ** 2 < 1, 2 * self.stretch * r[1], 0.0)
+
+    def row_weight(self, p: Array, gamma: Array, top: Array | None = None) -> Array:
+        """``c(p, Gamma)``; for an interval ``[p, top]`` its largest value."""
+        upper = p if top is None else top
+        lean = (1 + self.tau) - (1 + 1 / self.tau) * gamma
+        whole = upper * (1 + gamma)
+        single = (1 + 1 / self.tau) * gamma + np.where(lean >= 0, upper, p) * lean
+        return (1 + self.eta) / (1 / whole + self.eta / single)
+
+    def off(self, lo: Array, hi: Array, multipliers: Multipliers) -> tuple[Array, Array]:
+        """Logarithm of the bound of ``sum_{i != j}`` on each box, without the own share; and what loosens it.
+
+        ``multipliers`` has one entry a box.
+        """
+        a, n = self.a, self.n
+        (r0, h0, lp0, lq0), (r, h1, lp1, lq1) = lo, hi
+        (p0, p1), (q0, q1) = np.exp([lp0, lp1]), np.exp([lq0, lq1])
+        rest1 = np.clip(1 - p0 - q0, 0.0, 1.0)
+        slack = _SLACK * (1 + a)
+        keep = self._compatible(lo, hi, slack) & (p0 + q0 <= 1 + slack)
+
+        # E >= a h^2 + e0 + e_p (p - p_t) + e_q (q - q_t), the tangent plane at a point of the box with rest > 0
+        inward = np.minimum(0.5, 0.5 * rest1 / np.maximum(p1 - p0 + q1 - q0, 1e-300))
+        pt, qt = p0 + inward * (p1 - p0), q0 + inward * (q1 - q0)
+        e0, ep, eq = _entropy_tangent(pt, qt, n)
+        E0 = a * h0**2 + e0 + np.minimum(ep * (p0 - pt), ep * (p1 - pt)) + np.minimum(eq * (q0 - qt), eq * (q1 - qt))
+        E1 = a * h1**2 + e0 + np.maximum(ep * (p0 - pt), ep * (p1 - pt)) + np.maximum(eq * (q0 - qt), eq * (q1 - qt))
+        keep &= a * h1 + slack >= E0
+        E = np.maximum(E0, 0.0), np.maximum(E1, 0.0)
+
+        # Gamma on the box, before the cap
+        missing, miss_h = 1 - self.square(r), (1 - self.square(h1), 1 - self.square(h0))
+        B = 1 - p1 * missing - q1 * miss_h[1], 1 - p0 * missing - q0 * miss_h[0]
+        raw = (a * h0) ** 2 * B[0] - E[1] ** 2, np.maximum((a * h1) ** 2 * B[1] - E[0] ** 2, 0.0)
+        cap = np.minimum(np.where(p0 > 0.5, 4 * p0 * (1 - p0), 1.0), np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0))
+        gamma = np.minimum(raw[1], (a * h1) ** 2 * cap)
+
+        mu, sigma = multipliers.mu, multipliers.sigma
+        along = mu * (1 - 2 * sigma)
+        tail = mu * a * sigma**2 * r**2
+        linear = a * np.maximum(along * h0**2, along * h1**2) + np.maximum(-along * lq0, -along * lq1)
+        lean = -2 * mu * sigma
+        corner = (
+            np.log(self.row_weight(p0, gamma, p1))
+            + np.log1p(self.t(h0))
+            + mu * np.log1p(-np.minimum(p0, 1 - 1e-16))
+            + np.maximum(lean * lp0, lean * lp1)
+            + linear
+            + tail
+        )
+
+        # the middle, and slopes in h, log p, log q
+        h, lp, lq = 0.5 * (h0 + h1), 0.5 * (lp0 + lp1), 0.5 * (lq0 + lq1)
+        half = np.array([0.5 * (h1 - h0), 0.5 * (lp1 - lp0), 0.5 * (lq1 - lq0)])
+        p, q = np.exp(lp), np.exp(lq)
+        tilt = 2 * along * a
+        split = self._t_slope(h0) / (1 + self.t(h1)), self._t_slope(h1) / (1 + self.t(h0))
+        fixed = [
+            (split[0] + np.minimum(tilt * h0, tilt * h1), split[1] + np.maximum(tilt * h0, tilt * h1)),
+            (lean - mu * p1 / np.maximum(1 - p1, 1e-300), lean - mu * p0 / np.maximum(1 - p0, 1e-300)),
+            (-along, -along),
+        ]
+
+        def middle(value: Array, slopes: list[Interval], span: Interval) -> tuple[Array, Array]:
+            """Bound by the middle for a ``Gamma`` of this value there, these slopes, this span."""
+            to_gamma, to_log_p = self._weight_slopes((p0, p1), span)
+            total = []
+            for axis, (slope, own) in enumerate(zip(slopes, fixed, strict=True)):
+                x = _times(slope, to_gamma)
+                bent = span[0] < 0  # Gamma is zero there: its slope may vanish
+                x = np.where(bent, np.minimum(x[0], 0), x[0]), np.where(bent, np.maximum(x[1], 0), x[1])
+                extra = to_log_p if axis == 1 else (0.0, 0.0)
+                total.append((x[0] + own[0] + extra[0], x[1] + own[1] + extra[1]))
+            moves = np.array([_largest(x) for x in total]) * half
+            start = np.log(self.row_weight(p, np.maximum(value, 0.0))) + np.log1p(self.t(h))
+            start = start + mu * np.log1p(-np.minimum(p, 1 - 1e-16)) + lean * lp + along * (a * h**2 - lq) + tail
+            return start + moves.sum(axis=0), moves
+
+        zero = np.zeros_like(h)
+        mass = self._square_slope((h0, h1))
+        in_h = 2 * a * B[0] + a * h0 * q0 * mass[0] - 4 * E[1], 2 * a * B[1] + a * h1 * q1 * mass[1] - 4 * E[0]
+        to_p, to_q = _times(E, _times((p0, p1), (ep, ep))), _times(E, _times((q0, q1), (eq, eq)))
+        slopes = [
+            _times((a * h0, a * h1), in_h),
+            (-((a * h1) ** 2) * missing * p1 - 2 * to_p[1], -((a * h0) ** 2) * missing * p0 - 2 * to_p[0]),
+            (-((a * h1) ** 2) * miss_h[1] * q1 - 2 * to_q[1], -((a * h0) ** 2) * miss_h[0] * q0 - 2 * to_q[0]),
+        ]
+        Em = np.maximum(a * h**2 + e0 + ep * (p - pt) + eq * (q - qt), 0.0)
+        centre = (a * h) ** 2 * (1 - p * missing - q * (1 - self.square(h))) - Em**2
+        bound, moves = middle(centre, slopes, raw)
+        value = np.where(p1 < 1, np.minimum(corner, bound), corner)
+        for axis, (x0, x1, x) in ((1, (p0, p1, p)), (2, (q0, q1, q))):
+            span = 4 * (a * h0) ** 2 * x1 * (1 - x1), 4 * (a * h1) ** 2 * x0 * (1 - x0)
+            slopes = [(zero, zero)] * 3
+            slopes[0] = 8 * a**2 * h0 * x1 * (1 - x1), 8 * a**2 * h1 * x0 * (1 - x0)
+            slopes[axis] = 4 * (a * h1) ** 2 * x1 * (1 - 2 * x1), 4 * (a * h0) ** 2 * x0 * (1 - 2 * x0)
+            bound, _ = middle(4 * (a * h) ** 2 * x * (1 - x), slopes, span)
+            value = np.where((x0 > 0.5) & (p1 < 1), np.minimum(value, bound), value)
+        in_r = 2 * tail / np.maximum(r, 1e-300) + p1 * (a * h1) ** 2 * self._square_slope((r, r))[1] / (1 + gamma)
+        pull = np.array([in_r * (r - r0), *moves]) + 1e-12
+        return np.where(keep, value, -np.inf), pull
+
+    def _compatible(self, lo: Array, hi: Array, slack: float) -> Array:
+        """Boxes that meet ``|l_ij| <= a r h``, ``|l_ik| <= a h`` for the other tokens k."""
+        a, n = self.a, self.n
+        (_, h0, lp0, lq0), (r, h1, lp1, lq1) = lo, hi
+        logit = a * h0**2 - lq1 + lp0, a * h1**2 - lq0 + lp1
+        keep = (logit[0] <= a * r * h1 + slack) & (logit[1] >= -a * r * h1 - slack)
+        rest = np.clip(1 - np.exp(lp1) - np.exp(lq1), 0.0, 1.0), np.clip(1 - np.exp(lp0) - np.exp(lq0), 0.0, 1.0)
+        if n == 2:
+            return np.asarray(keep & (rest[0] <= slack))
+        peak = np.clip(0.5, h0, h1)
+        with np.errstate(divide="ignore"):
+            keep &= np.log(rest[1] + slack) >= math.log(n - 2) + lq0 - a * (h1 + h1**2) - slack
+            keep &= np.log(np.maximum(rest[0] - slack, 0.0)) <= math.log(n - 2) + lq1 + a * (peak - peak**2) + slack
+        return np.asarray(keep)
+
+    def _weight_slopes(self, p: Interval, gamma: Interval) -> tuple[Interval, Interval]:
+        """Slopes of ``log c`` in Gamma and in ``log p``."""
+        tau, g = self.tau, (np.maximum(gamma[0], 0.0), gamma[1])
+        up, one = 1 + 1 / tau, 1 + tau
+        single = one * p[0] + up * (1 - p[1]) * g[0], one * p[1] + up * (1 - p[0]) * g[1]
+        whole = p[0] * (1 + g[0]), p[1] * (1 + g[1])
+        # share of the first of the two terms of 1 / c
+        share = 1 / (1 + self.eta * whole[1] / single[0]), 1 / (1 + self.eta * whole[0] / single[1])
+        rest = 1 - share[1], 1 - share[0]
+        to_gamma = (
+            share[0] / (1 + g[1]) + rest[0] * up * (1 - p[1]) / single[1],
+            share[1] / (1 + g[0]) + rest[1] * up * (1 - p[0]) / single[0],
+        )
+        bend = _times((p[0] / single[1], p[1] / single[0]), (one - up * g[1], one - up * g[0]))
+        bend = _times(rest, bend)
+        return to_gamma, (share[0] + bend[0], share[1] + bend[1])
+
+    def own(self, r: Interval, q: Interval) -> Array:
+        """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) (b lambda_j)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""
+        a, n = self.a, self.n
+        (r0, r1), (q0, q1) = r, q
+        slack = _SLACK * (1 + a)
+        peak = np.clip(0.5, r0, r1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            odds = np.log((1 - q1) / q1), np.log((1 - q0) / q0)
+            keep = (odds[0] <= math.log(n - 1) + a * (peak - peak**2) + slack) & (
+                odds[1] >= math.log(n - 1) - a * (r1 + r1**2) - slack
+            )
+            middle = np.minimum(0.5 * (q0 + q1), 1 - 1e-12)
+            slope = -1 / middle + np.log((n - 1) * middle / (1 - middle))
+            e = -np.log(middle) + xlogy(middle, middle) + xlogy(1 - middle, (1 - middle) / (n - 1))
+            E = a * r0**2 + e + np.minimum(slope * (q0 - middle), slope * (q1 - middle))
+            mean = np.where(E > 0, np.maximum(E, 0.0) / (a * r1), 0.0)
+        keep &= a * r1 + slack >= E
+        spread = 1 - q0 * (1 - self.square(r1)) - mean**2
+        spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)
+        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread, q1)
+        return np.where(keep, value + (1 + 1 / self.t(r1)) * (self.b * spread) ** 2, 0.0)
+
+    def own_table(self, cells: int) -> Array:
+        """The largest :meth:`own` on each of ``cells`` equal cells of r."""
+        least = math.exp(self.log_least_q)
+        q = np.union1d(np.geomspace(least, 1.0, 256), np.linspace(0.02, 1.0, 256))
+        q[-1] = 1.0
+        r = np.linspace(0.0, 1.0, cells + 1)
+        return np.asarray(self.own((r[:-1, None], r[1:, None]), (q[:-1], q[1:])).max(axis=1))
+
+    def start(self, edges: Array) -> tuple[Array, Array]:
+        """Boxes that cover all rows, with the given edges of r."""
+        return boxes(
+            edges,
+            np.linspace(0.0, 1.0, 9),
+            np.linspace(self.log_least_p, 0.0, 13),
+            np.linspace(self.log_least_q, 0.0, 9),
+        )
+
+
+def _entropy_tangent(p: Array, q: Array, n: int) -> tuple[Array, Array, Array]:
+    """Value and slopes of ``-log q + p log p + q log q + rest log(rest / (n - 2))``, ``rest = 1 - p - q``; convex."""
+    value = -np.log(q) + xlogy(p, p) + xlogy(q, q)
+    if n == 2:
+        return value, np.log(p) + 1, -1 / q + np.log(q) + 1
+    rest = np.maximum(1 - p - q, 1e-300)
+    return (
+        value + xlogy(rest, rest / (n - 2)),
+        np.log((n - 2) * p / rest),
+        -1 / q + np.log((n - 2) * q / rest),
+    )

@@ -1,0 +1,38 @@
+"""Attention of trained models: checkpoints, layers and heads, numpy forward passes, windows of text.
+
+``bert``, ``gpt2`` and ``llama`` open a model; reading ``.safetensors`` and ``.gguf`` files and tokenizing need the extra
+``models``.
+"""
+
+from otattn.models.bert import Bert, bert
+from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint, SafetensorsCheckpoint, open_checkpoint
+from otattn.models.feed_forward import FeedForward
+from otattn.models.gguf_file import GGUFCheckpoint
+from otattn.models.gpt2 import GPT2, gpt2
+from otattn.models.layer import ModelLayer, Projections
+from otattn.models.llama import Llama, llama
+from otattn.models.text import load_tokenizer, locate, read_text, text_windows
+from otattn.models.transformer import ModelConfig, Transformer
+
+__all__ = [
+    "GPT2",
+    "ArrayCheckpoint",
+    "Bert",
+    "Checkpoint",
+    "FeedForward",
+    "GGUFCheckpoint",
+    "Llama",
+    "ModelConfig",
+    "ModelLayer",
+    "Projections",
+    "SafetensorsCheckpoint",
+    "Transformer",
+    "bert",
+    "gpt2",
+    "llama",
+    "load_tokenizer",
+    "locate",
+    "open_checkpoint",
+    "read_text",
+    "text_windows",
+]

