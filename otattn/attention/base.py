@@ -116,11 +116,15 @@ class AttentionMap(ABC):
         """
         measure = self.as_measure(mu)
         rows = check.points(x, "x", dim=measure.dim)
-        return _finite(self._apply(rows, measure, self._times(rows, measure, times), _block(block_size)))
+        clock, rows_at_once = self._times(rows, measure, times), _block(block_size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _finite(self._apply(rows, measure, clock, rows_at_once))
 
     def _at_atoms(self, measure: Measure) -> Array:
         """The values at the atoms themselves (the array is passed on uncopied: compositions recognise it)."""
-        return _finite(self._apply(measure.points, measure, self._times(measure.points, measure, None), None))
+        clock = self._times(measure.points, measure, None)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _finite(self._apply(measure.points, measure, clock, None))
 
     @overload
     def pushforward(self, mu: GaussianMeasure) -> GaussianMeasure: ...
@@ -164,7 +168,9 @@ class AttentionMap(ABC):
         """``D_x Gamma_mu(x)`` at the rows of ``x (m, d)``, the measure kept fixed; returns ``(m, e, d)``."""
         measure = self.as_measure(mu)
         rows = check.points(x, "x", dim=measure.dim)
-        return _finite(self._field(rows, measure, self._times(rows, measure, times), _block(block_size)))
+        clock, rows_at_once = self._times(rows, measure, times), _block(block_size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _finite(self._field(rows, measure, clock, rows_at_once))
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """Matrix ``G (e, d)`` and offset ``b (e,)`` with ``Gamma_mu(x) = G x + b`` for a Gaussian ``mu``."""

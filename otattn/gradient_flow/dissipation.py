@@ -146,7 +146,7 @@ def energy_dissipation(
     check.moderate(start.points, "mu")
     check.count(n_times, "n_times", least=2)
     rate = _rate(attention, start)
-    horizon = (TURN / rate if rate > 0.0 else 1.0) if t_end is None else check.positive(t_end, "t_end")
+    horizon = (TURN / rate if rate > 1e-250 else 1.0) if t_end is None else check.positive(t_end, "t_end")
     value, log_scale = structure.energy.scaled(start)
     times = np.linspace(0.0, horizon, n_times)
     points, work = _integrate(attention, structure, start, times, log_scale, rtol)

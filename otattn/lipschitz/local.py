@@ -21,6 +21,7 @@ from otattn.operators import measure_jacobian, top_singular
 __all__ = ["LocalLipschitz", "local_lipschitz"]
 
 Array = NDArray[np.float64]
+_TOO_LARGE = "the derivative must fit in float64; scale the tokens, A or V down."
 DENSE_ENTRIES = 1_500_000
 """Jacobians of at most this many entries are decomposed densely."""
 FIELD_BYTES = 64 * 2**20
@@ -159,15 +160,21 @@ def local_lipschitz(
     support = measure.support()
     check.moderate(support.points, "mu")
     generator = check.rng_from(rng)
-    residual, iterations = 0.0, 0
-    if order == 2.0:
-        lower, bar, u, v, residual, iterations = _top_singular(attention, support, tol, generator)
-        particle, upper = lower, lower + bar
-    elif order in (1.0, np.inf):
-        lower, upper, particle, u, v = mixed_local(attention, support, order, generator)
-    else:
+    if order not in (1.0, 2.0, np.inf):
         raise ValueError(f"p must be 1, 2 or inf for a local constant, received {p!r}.")
-    splitting = _splitting(attention, support)
+    residual, iterations = 0.0, 0
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+            if order == 2.0:
+                lower, bar, u, v, residual, iterations = _top_singular(attention, support, tol, generator)
+                particle, upper = lower, lower + bar
+            else:
+                lower, upper, particle, u, v = mixed_local(attention, support, order, generator)
+            splitting = _splitting(attention, support)
+    except np.linalg.LinAlgError as exc:
+        raise OverflowError(_TOO_LARGE) from exc
+    if not np.isfinite([lower, upper, particle, splitting]).all():
+        raise OverflowError(_TOO_LARGE)
     far = None if domain is None else max(splitting, far_mass(attention, measure, domain, rng=generator))
     lower, upper = max(lower, splitting), max(upper, splitting)
     if far is not None:  # found from below: nothing is known from above

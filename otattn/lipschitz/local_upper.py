@@ -15,7 +15,7 @@ from otattn.attention.base import Measure
 from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import PointwiseAttention, ReLUAttention
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.head_bounds import combine_heads, heads_of
+from otattn.lipschitz.head_bounds import HeadPart, combine_heads, heads_of
 from otattn.lipschitz.rounding import log, safe_exp, up
 
 __all__ = ["local_upper_bound"]
@@ -75,14 +75,13 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     times = getattr(live, "times", None) if attention.causal else None
     check.moderate(live.points, "mu")
     heads = heads_of(attention)
-    parts = [_head(part.head, part.compact, live, times) for part in heads]
-    value = sum(parts)
-    if len(heads) > 1 and value > 0:
-        singles = [log(_head(part.head, part.head.V, live, times)) for part in heads]
-        value = min(value, safe_exp(combine_heads([part.output for part in heads], singles)[0]))
-    if len(heads) > 1 and value > 0 and live.dim <= IDENTITY_LIMIT:
-        singles = [log(_head(part.head, np.eye(live.dim), live, times)) for part in heads]
-        value = min(value, safe_exp(combine_heads([part.values for part in heads], singles)[0]))
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+            value, parts = _value(heads, live, times)
+    except np.linalg.LinAlgError as exc:
+        raise OverflowError("the derivative must fit in float64; scale the tokens, A or V down.") from exc
+    if math.isnan(value):
+        raise OverflowError("the derivative must fit in float64; scale the tokens, A or V down.")
     return Bound(
         up(float(value)),
         "upper",
@@ -91,6 +90,19 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
         n=measure.n,
         details={"head_bounds": [float(c) for c in parts]},
     )
+
+
+def _value(heads: list[HeadPart], live: Measure, times: Array | None) -> tuple[float, list[float]]:
+    """The bound, and those of the heads with their outputs."""
+    parts = [_head(part.head, part.compact, live, times) for part in heads]
+    value = float(sum(parts))
+    if len(heads) > 1 and value > 0:
+        singles = [log(_head(part.head, part.head.V, live, times)) for part in heads]
+        value = min(value, safe_exp(combine_heads([part.output for part in heads], singles)[0]))
+    if len(heads) > 1 and value > 0 and live.dim <= IDENTITY_LIMIT:
+        singles = [log(_head(part.head, np.eye(live.dim), live, times)) for part in heads]
+        value = min(value, safe_exp(combine_heads([part.values for part in heads], singles)[0]))
+    return value, parts
 
 
 def _head(head: AttentionMap, U: Array, mu: Measure, times: Array | None) -> float:

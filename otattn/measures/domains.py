@@ -189,7 +189,8 @@ class LayerNormDomain(Ellipsoid):
         out = np.zeros_like(y)
         if free == self.dim:
             return out + self.center
-        z = y[:, live] / self.gain[live]
+        with np.errstate(over="ignore"):  # beyond 1e100 only the direction counts
+            z = np.clip(y[:, live] / self.gain[live], -_FAR, _FAR)
         if free == 0:
             z -= z.mean(axis=1, keepdims=True)
         # the free coordinates that centre z with the least norm add (sum z)^2 / free to its square

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from attention_maps import MAPS
+from flow_variants import VARIANTS
 from scipy.integrate import quad
 from scipy.linalg import expm
 
@@ -118,17 +118,11 @@ def test_passing_through_zero_is_no_blow_up():
 
 # ------------------------------------------------------------------------------------------------ laws
 
-FLOWS = sorted(
-    name
-    for name in MAPS
-    if MAPS[name](np.random.default_rng(0)).out_dim in (None, 3)
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_every_variant_solves_its_equation(name):
     """The integral equation along the interpolated solution, for weighted and causal measures alike."""
-    attention = MAPS[name](np.random.default_rng(5))
+    attention = VARIANTS[name](np.random.default_rng(5))
     rng = np.random.default_rng(6)
     w = rng.dirichlet(np.ones(5))
     X = 0.5 * rng.normal(size=(5, 3))
@@ -137,9 +131,9 @@ def test_every_variant_solves_its_equation(name):
     assert out.status == "success"
     # ReLU kinks are stepped over with local errors of the order of the tolerance
     assert out.defect() < (3e-5 if "relu" in name else 3e-6)
-    assert out.verify(factor=1e3) == (out.defect() <= 1e-4 + 1e-3 * 1e-10 / np.abs(out.points).max())
+    assert out.verify()
     assert type(out.measure(-1)) is type(mu)
-    assert np.array_equal(out.weights, w / w.sum()) or np.allclose(out.weights, w, rtol=1e-15)
+    assert np.array_equal(out.weights, mu.weights)
     if attention.causal:
         assert out.token_times.tolist() == [0.2, 0.2, 0.5, 0.9, 1.0]
 
