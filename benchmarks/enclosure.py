@@ -1,6 +1,7 @@
 """Enclosure ratios over a grid of attention maps, with the published bounds and times.
 
-Run: ``python -m benchmarks.enclosure``; upper bounds of A = I_3 with ``effort="deep"``, the others "fast"; writes ``benchmarks/results/enclosure.md`` and ``enclosure.png``.
+Run: ``python -m benchmarks.enclosure``; upper bounds of A = I_3 with ``effort="deep"``, the others "fast"; writes
+``benchmarks/results/enclosure.md`` and ``enclosure.png``.
 """
 
 from __future__ import annotations

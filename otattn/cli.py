@@ -113,6 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     bounds.add_argument("--json", action="store_true", help="print JSON")
     bounds.add_argument("--out", metavar="DIR", help="also write bounds.json and bounds.png there")
 
+    depth = command("flow", _flow, "Tokens that follow the layer in depth: stability in time, radius, clusters.")
+    depth.add_argument("--n", type=_positive, default=16, help="tokens of the first window (default 16)")
+    depth.add_argument("--t-end", type=float, default=1.0, help="length of the time span (default 1)")
+    depth.add_argument("--size", type=float, default=1e-3, help="displacement over the largest norm (default 1e-3)")
+    depth.add_argument("--json", action="store_true", help="print JSON")
+    depth.add_argument("--out", metavar="DIR", help="also write flow.json and flow.png there")
+
     gradient = command("gradient-flow", _gradient_flow, "Which variant is a gradient flow, of which energy: defects.")
     gradient.add_argument("--dim", type=_positive, default=3, help="dimension of the random tokens (default 3)")
     gradient.add_argument("--n", type=_positive, default=8, help="number of random tokens (default 8)")
@@ -267,6 +274,32 @@ def _bounds(options: argparse.Namespace) -> None:
         pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
         save(plot_enclosure(table), pathlib.Path(options.out) / "bounds.png")
     _emit(options, "bounds", data, lines)
+
+
+def _flow(options: argparse.Namespace) -> None:
+    from otattn.report.flow_section import gaussian_rows, perturbed_flows, token_flow_rows
+
+    layer = _layer(options)
+    size = check.positive(options.size, "--size")
+    end = check.positive(options.t_end, "--t-end")
+    drift = perturbed_flows(layer.attention, layer.tokens(0)[: options.n], t_end=end, size=size, seed=options.seed)
+    rows, runs = token_flow_rows(drift), gaussian_rows(dim=3, seed=options.seed)
+    names = list(rows[0])
+    lines = ["the layer's flow of its tokens, and of displaced ones: W_2(mu_t, nu_t) / W_2(mu_0, nu_0)"]
+    lines.append("  ".join(f"{name:>10}" for name in names))
+    lines += ["  ".join(f"{row[name]:>{max(10, len(name))}.4g}" for name in names) for row in rows]
+    lines += [f"status: {drift.status}", "", "Gaussian flows (random symmetric A, d = 3)"]
+    lines += [
+        f"{run['attention']:>8}, V = {run['V']:<2}  blow-up time {run['blow_up_time']:<10.5g} limit rank {run['limit_rank']}"
+        for run in runs
+    ]
+    if options.out:
+        from otattn.plotting import plot_flow_stability, save
+
+        pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
+        save(plot_flow_stability(drift), pathlib.Path(options.out) / "flow.png")
+    data = {"n": min(options.n, layer.hidden_states.shape[1]), "status": drift.status, "rows": rows, "gaussian": runs}
+    _emit(options, "flow", data, lines)
 
 
 def _gradient_flow(options: argparse.Namespace) -> None:

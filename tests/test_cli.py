@@ -123,3 +123,18 @@ def test_gradient_flow_table(small_layer: list[str], tmp_path: pathlib.Path, cap
     assert json.loads(capsys.readouterr().out)["layer"]["verdict"]
     assert main(["gradient-flow", "--dim", "1"]) == 2
     assert "dim must" in capsys.readouterr().err
+
+
+def test_flow(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["flow", "--quiet", "--n", "6", "--t-end", "0.5", "--out", str(tmp_path / "f")]) == 0
+    assert "blow-up time" in capsys.readouterr().out
+    data = json.loads((tmp_path / "f" / "flow.json").read_text(encoding="utf-8"))
+    assert data["status"] == "success"
+    first, last = data["rows"][0], data["rows"][-1]
+    assert first["ratio"] == 1.0
+    assert last["t"] == 0.5
+    for row in data["rows"]:
+        assert np.log10(row["ratio"]) <= float(row["log10 of the Gronwall bound"]) + 1e-9
+    assert (tmp_path / "f" / "flow.png").read_bytes().startswith(PNG)
+    assert main(["flow", "--t-end", "-1"]) == 2
+    assert "--t-end" in capsys.readouterr().err

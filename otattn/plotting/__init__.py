@@ -1,6 +1,24 @@
 """Pictures of results: ``plot_X(result, *, ax=None) -> Axes``."""
 
 from otattn.plotting.enclosure import plot_enclosure, plot_head_enclosures, plot_real_against_adversarial
+from otattn.plotting.flows import (
+    animate_flow,
+    axes_3d,
+    plot_cluster_counts,
+    plot_depth_convergence,
+    plot_flow_stability,
+    plot_limit_polytope,
+    plot_mean_field_limit,
+    plot_sphere_flow,
+    plot_token_flow,
+)
+from otattn.plotting.gaussian_flows import (
+    cone_coordinates,
+    plot_covariance_cone,
+    plot_covariance_ellipses,
+    plot_rank_histogram,
+    plot_shape_disc,
+)
 from otattn.plotting.gradient_flows import (
     plot_displacement_convexity,
     plot_energy_dissipation,
@@ -12,14 +30,28 @@ from otattn.plotting.style import COLORS, save
 
 __all__ = [
     "COLORS",
+    "animate_flow",
+    "axes_3d",
+    "cone_coordinates",
+    "plot_cluster_counts",
+    "plot_covariance_cone",
+    "plot_covariance_ellipses",
     "plot_crossover",
+    "plot_depth_convergence",
     "plot_displacement_convexity",
     "plot_enclosure",
     "plot_energy_dissipation",
+    "plot_flow_stability",
     "plot_head_enclosures",
+    "plot_limit_polytope",
     "plot_local_growth",
+    "plot_mean_field_limit",
+    "plot_rank_histogram",
     "plot_real_against_adversarial",
+    "plot_shape_disc",
+    "plot_sphere_flow",
     "plot_stability",
     "plot_structure_table",
+    "plot_token_flow",
     "save",
 ]

@@ -13,6 +13,7 @@ from otattn.data import SampleLayer
 from otattn.plotting import save
 from otattn.report.bounds_section import bounds_section
 from otattn.report.enclosure_section import enclosure_section
+from otattn.report.flow_section import flow_section
 from otattn.report.gradient_flow_section import gradient_flow_section
 from otattn.report.local_section import local_section
 from otattn.report.plain import to_json
@@ -58,13 +59,14 @@ def build_report(
     check.count(n_tokens, "n_tokens", least=2)
     start = time.perf_counter()
     heads = len(layer.heads)
-    with tqdm(total=6 * heads + 2, desc="report", unit="step", disable=not progress) as bar:
+    with tqdm(total=6 * heads + 4, desc="report", unit="step", disable=not progress) as bar:
         local, growth = local_section(layer, advance=bar.update)
         stability = stability_section(layer, seed=seed, n_pairs=n_pairs, n=n_tokens, advance=bar.update)
         crossing = bounds_section(layer, radius=float(growth.radii.max()), advance=bar.update)
         enclosure = enclosure_section(layer, growth, seed=seed, advance=bar.update)
         structure = gradient_flow_section(layer, seed=seed, advance=bar.update)
-    sections = [enclosure, stability, local, crossing, structure]
+        depth = flow_section(layer, seed=seed, advance=bar.update)
+    sections = [enclosure, stability, local, crossing, depth, structure]
     head = {
         "layer": _name(layer),
         "heads": heads,
