@@ -1,9 +1,62 @@
-"""How much attention stretches: local constants, witnesses from below, theorems from above."""
+r"""How much attention stretches: local constants, witnesses from below, theorems from above.
+
+This page is the map of the theory. Every statement has its proof in the docstring of the module that it names.
+
+**The object.** Tokens are a measure mu on R^d, attention moves them: ``F(mu) = (Gamma_mu)_# mu``. The Lipschitz
+constant of F in ``W_p`` over the measures on a domain is what is enclosed; n equal tokens, or any measure (``n=None``).
+Along the straight path of an optimal coupling the image moves at most as fast as the operator norm of the derivative
+of ``mu -> Gamma_mu`` on ``L^p(mu)``, so a bound of that operator at every measure of the domain's convex hull is a
+Lipschitz constant. For softmax attention with logits ``<g(x), y>``, ``g(x) = A x + c``, it is
+
+.. math:: V (K + D), \qquad (K\epsilon)(x) = E_{P_x}[(I + (y - m_x) g(x)^T)\,\epsilon(y)], \qquad
+          (D\epsilon)(x) = C_x A\,\epsilon(x),
+
+with the mean ``m_x`` and covariance ``C_x`` of the attention weights ``P_x``.
+
+**At one measure** (:mod:`~otattn.lipschitz.local`): the particle part is ``||W^{1/2} J W^{-1/2}||``, the splitting part
+``max_i ||D_x Gamma_mu(x_i)||`` counts atoms that fall apart, the far-mass part masses that may go anywhere. Orders 1 and
+inf are in :mod:`~otattn.lipschitz.mixed_norms`; a proven value in one pass in :mod:`~otattn.lipschitz.local_upper`.
+
+**From below** (:mod:`~otattn.lipschitz.lower`): n tokens in c distinct places have a ``(c d) x (c d)`` problem
+(:mod:`~otattn.lipschitz.clusters`), so n may be a million. Witnesses: a cluster and two anchors across its gradient, with
+the leading constant ``c* R^2 sqrt(n)`` (:mod:`~otattn.lipschitz.witnesses`); three atoms with the growth ``e^{kappa/2}``
+(:mod:`~otattn.lipschitz.mean_field_witnesses`); then ascent. Every value is recomputed from the map's Jacobian.
+
+**From above**, for softmax attention, ``a = ||A|| R^2``, ``v = ||V||``, ``sigma = sup ||V C A||``:
+
+====================  =====================================================  =========================================
+statement             bound of the constant                                  proof
+====================  =====================================================  =========================================
+field part            ``sigma``, exact on balls and ellipsoids               :mod:`~otattn.lipschitz.relaxations.field`
+row bound             about ``v a sqrt(n/2)``, every n                       :mod:`~otattn.lipschitz.theorems`
+column bound          ``v (a + e^{kappa/2} sqrt(1 + a^2))``, any measure     :mod:`~otattn.lipschitz.theorems`
+density bound         the same with ``kappa = 2a`` sharpened                 :mod:`~otattn.lipschitz.theorems`
+W_inf                 ``v (a + sqrt(1 + a^2))``, neither n nor exponential   :mod:`~otattn.lipschitz.theorems`
+rows and columns      a joint program over the two tokens that move most     :mod:`~otattn.lipschitz.relaxations.joint`
+mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.relaxations.mean_field`
+PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.relaxations.psd`
+masked                conditional W_p                                        :mod:`~otattn.lipschitz.masked_bounds`
+L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.l2_bounds`
+unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.pointwise_bounds`
+several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.head_bounds`
+near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.relaxations.local_ball`
+Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.gaussian_constant`
+====================  =====================================================  =========================================
+
+``kappa = max <g(x), y - x>`` is ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I`` and ``a`` for a skew A. The baselines
+(Castin, Ablin, Peyre 2024; Geshkovski et al. 2023; Kim, Papamakarios, Mnih 2021) are in
+:mod:`~otattn.lipschitz.published`; some of theirs that we could not confirm as quoted are restated there with a proof.
+
+**Trust.** Closed forms are rounded outward. A relaxation returns a :class:`~otattn.lipschitz.relaxations.Certificate`:
+multipliers from any solver, the bound recomputed from them in numpy, cells bounded at their corners, never sampled;
+``verify()`` does it again. Nothing that a solver claims is used.
+"""
 
 from otattn.lipschitz import bounds, relaxations
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adversarial
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
+from otattn.lipschitz.gaussian_constant import gaussian_local_constant
 from otattn.lipschitz.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local import LocalLipschitz, local_lipschitz
 from otattn.lipschitz.local_upper import local_upper_bound
@@ -23,6 +76,7 @@ __all__ = [
     "enclose_lipschitz",
     "enclosure_table",
     "fit_exponent",
+    "gaussian_local_constant",
     "lipschitz_lower_bound",
     "lipschitz_upper_bound",
     "local_growth",
