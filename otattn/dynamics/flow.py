@@ -172,9 +172,11 @@ def flow(
             **first,
         )
         status, blow_up, message = _outcome(solution, guard, watch, scale, start, duration, y0)
-    count = len(solution.t)
+    flat, count = np.transpose(solution.y), len(solution.t)
+    if count == 0 and wanted is not None and wanted[0] == start:
+        flat, count = y0[None], 1  # without a single step scipy does not report the initial state
     times = solution.t + start if wanted is None else wanted[:count]
-    states = np.asarray(solution.y.T, dtype=np.float64).reshape(count, *guard.shape)
+    states = np.asarray(flat, dtype=np.float64).reshape(count, *guard.shape)
     steps = np.asarray(solution.sol.ts)
     kept = len(user)
     event_times = tuple(np.asarray(t) + start for t in (solution.t_events or [])[:kept])

@@ -41,7 +41,8 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Rates = tuple[Array, Array]
 
-_EPS = float(np.finfo(np.float64).eps)
+FADE = 1e-10
+"""Relative size of singular values of ``K L`` (L2) and ``L^T A L`` (Sinkhorn) below which directions no longer act."""
 
 
 class GaussianField(ABC):
@@ -120,11 +121,11 @@ class L2Field(GaussianField):
 
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         U, c, Wt = np.linalg.svd(self.K @ M, full_matrices=False)
-        # R = M W diag(q c / (p + 2 q c^2)) U^T with q / p = e^{2s}; singular values that are rounding are zeros
+        # R = M W diag(q c / (p + 2 q c^2)) U^T with q / p = e^{2s}. Singular values near rounding would be noise that is
+        # amplified to order one: they are faded out, smoothly, so that the solver does not stumble over them
         q, p = np.exp(2.0 * np.minimum(s, 0.0))[:, None], np.exp(-2.0 * np.maximum(s, 0.0))[:, None]
-        noise = c <= 8.0 * M.shape[-1] * _EPS * c[:, :1]
-        c = np.where(noise, 0.0, c)
-        weight = q * c / np.where(noise, 1.0, p + 2.0 * q * c * c)
+        bottom = p + 2.0 * q * (c * c + (FADE * c[:, :1]) ** 2)
+        weight = q * c / np.where(bottom > 0, bottom, 1.0)
         R = (M @ _transpose(Wt) * weight[:, None, :]) @ _transpose(U)
         moved = 2.0 * (self.V @ (R @ (self.Q @ M)))
         mean = _apply(self.V, alpha + 2.0 * _apply(R, _apply(self.Q - self.K, alpha)))
@@ -141,7 +142,8 @@ class SinkhornField(GaussianField):
         U, b, Wt = np.linalg.svd(_transpose(M) @ (self.A @ M))
         q, p = np.exp(2.0 * np.minimum(s, 0.0))[:, None], np.exp(-2.0 * np.maximum(s, 0.0))[:, None]
         top = 2.0 * q * b
-        bottom = p + np.hypot(p, top)
+        # the polar factor of what is rounding is noise: faded out as for L2
+        bottom = p + np.hypot(p, np.hypot(top, FADE * top[:, :1]))
         weight = top / np.where(bottom > 0, bottom, 1.0)
         return self.V @ ((M @ U * weight[:, None, :]) @ Wt), _apply(self.V, alpha)
 

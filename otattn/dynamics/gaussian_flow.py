@@ -169,28 +169,20 @@ def _flows(
     alpha = np.stack([g.mean for g in gaussians])
     local = None if wanted is None else np.clip(wanted - span[0], 0.0, span[1] - span[0])
 
-    def run_on(index: NDArray[np.intp]) -> GaussianRun:
-        return integrate(
-            gaussian_field(attention),
-            M[index],
-            s[index],
-            alpha[index],
-            start=span[0],
-            duration=span[1] - span[0],
-            t_eval=local,
-            rtol=rtol,
-            atol=atol,
-            max_steps=check.count(max_steps, "max_steps"),
-        )
-
-    run = run_on(np.arange(len(gaussians)))
-    out = []
-    for b, g in enumerate(gaussians):
-        own, k = run, b
-        if run.status[b] == "failed" and len(gaussians) > 1:
-            own, k = run_on(np.array([b])), 0  # one member that cannot go on must not end the others
-        out.append(_trajectory(own, k, attention, g, span, wanted, (rtol, atol)))
-    return out
+    run = integrate(
+        gaussian_field(attention),
+        M,
+        s,
+        alpha,
+        start=span[0],
+        duration=span[1] - span[0],
+        t_eval=local,
+        rtol=rtol,
+        atol=atol,
+        max_steps=check.count(max_steps, "max_steps"),
+    )
+    members = enumerate(gaussians)
+    return [_trajectory(run, b, attention, g, span, wanted, (rtol, atol)) for b, g in members]
 
 
 def _trajectory(

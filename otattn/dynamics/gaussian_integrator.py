@@ -16,12 +16,13 @@ linearly with slope -2, so ``t* = t + 1 / (2 g)`` up to the relative error of th
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.integrate import DOP853
+from scipy.integrate import DOP853, LSODA
 
 from otattn.dynamics.gaussian_fields import GaussianField
 
@@ -31,11 +32,13 @@ Array = NDArray[np.float64]
 
 BLOW_UP_GROWTH = 1e10
 """Growth rate times elapsed time at which a flow has blown up."""
-MAX_MEAN = 1e280
-"""Means beyond this size end a flow: nothing after it could be represented."""
-NODES = 0.5 - 0.5 * np.cos(np.pi * np.arange(8) / 7.0)
-"""Eight points carry the solver's interpolant, a polynomial of degree 7, exactly."""
-WEIGHTS = np.array([0.5, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -0.5])
+MAX_MEAN = 1e140
+"""Means beyond this size end a flow: their squares leave float64."""
+EXPLICIT_STEPS = 300
+"""Steps, plus one a member, after which those that are left count as stiff."""
+NODES = 0.5 - 0.5 * np.cos(np.pi * np.arange(14) / 13.0)
+"""Fourteen points carry the interpolants of DOP853 (degree 7) and LSODA (degree 12 at most) exactly."""
+WEIGHTS = (-1.0) ** np.arange(14) * np.where(np.arange(14) % 13 == 0, 0.5, 1.0)
 
 
 @dataclass(eq=False)
@@ -139,44 +142,79 @@ def integrate(
         np.full(B, math.inf),
         (M.copy(), s.copy(), alpha.copy(), t.copy()),
     )
-    active = np.arange(B)
-    unit = np.full(B, duration)
-    # the solver's error norm is a mean over the stack: a single member must meet the tolerance alone
-    share = math.sqrt(B)
     y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, t[:, None]], axis=1)
-    _keep(run, active, np.zeros(B), y, d, t_eval)
-    system = GaussianSystem(gaussians, alpha, start, d, unit, False)
+    _keep(run, np.arange(B), np.zeros(B), y, d, t_eval)
+    task = _Task(gaussians, alpha, start, duration, t_eval, rtol, atol)
+    explicit = EXPLICIT_STEPS + B
+    left = _march(run, y, np.arange(B), task, DOP853, min(explicit, max_steps))
+    if left.size and max_steps > explicit:
+        # stiff members go on alone, with a solver for them
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # LSODA's own remarks: its status says the same
+            for b in left:
+                _march(run, y, np.array([b]), task, LSODA, max_steps - explicit)
+    return run
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What all members of a stack share."""
+
+    gaussians: GaussianField
+    alpha0: Array
+    start: float
+    duration: float
+    t_eval: Array | None
+    rtol: float
+    atol: float
+
+
+def _march(
+    run: GaussianRun, y: Array, active: NDArray[np.intp], task: _Task, method: Any, max_steps: int
+) -> NDArray[np.intp]:
+    """Move members until they are done or ``max_steps`` are taken; returns those that are not."""
+    d = task.alpha0.shape[1]
+    # the solver's error norm is a mean over the stack: a single member must meet the tolerance alone
+    share = math.sqrt(active.size)
     solver: Any = None
-    tau, first = 0.0, None
-    while active.size:
+    tau, first, taken = 0.0, None, 0
+    while active.size and taken < max_steps:
         if solver is None:
-            system = GaussianSystem(gaussians.take(active), alpha[active], start, d, unit[active], False)
+            unit = np.full(active.size, task.duration)
+            system = GaussianSystem(task.gaussians.take(active), task.alpha0[active], task.start, d, unit, False)
             with np.errstate(over="ignore", invalid="ignore"):
-                solver = DOP853(
-                    system, tau, y[active].ravel(), math.inf, rtol=rtol / share, atol=atol / share, first_step=first
+                solver = method(
+                    system,
+                    tau,
+                    y[active].ravel(),
+                    math.inf,
+                    rtol=max(task.rtol / share, 3e-14),
+                    atol=task.atol / share,
+                    first_step=first,
                 )
+        before = y[active, -1]
         with np.errstate(over="ignore", invalid="ignore"):
-            before = solver.y.reshape(active.size, -1)[:, -1].copy()
             solver.step()
         run.evaluations += system.count
         system.count = 0
+        taken += 1
         run.steps += 1
-        if solver.status == "failed" or run.steps > max_steps:
-            _store(run, active, solver.y.reshape(active.size, -1), d)
-            break  # status "failed" is what they start with
+        if solver.status == "failed" or not np.isfinite(solver.y).all():
+            break
         Y = solver.y.reshape(active.size, -1)
         y[active] = Y
         now = Y[:, -1]
-        arrived = now >= duration
-        grown = ~arrived & (system.growth(solver.y) * now >= BLOW_UP_GROWTH)
+        arrived = now >= task.duration
+        with np.errstate(over="ignore", invalid="ignore"):
+            growth = system.growth(solver.y)
+        grown = ~arrived & (growth * now >= BLOW_UP_GROWTH)
         lost = ~arrived & ~grown & (np.abs(Y[:, d * d + 1 : -1]).max(axis=1) > MAX_MEAN)
         done = arrived | grown | lost
-        if t_eval is not None or arrived.any():
-            _between(run, solver, active, before, np.minimum(now, duration), arrived, d, t_eval)
-        if t_eval is None:
+        if task.t_eval is not None or arrived.any():
+            _between(run, solver, active, before, np.minimum(now, task.duration), arrived, d, task.t_eval)
+        if task.t_eval is None:
             _keep(run, active[~arrived], now[~arrived], Y[~arrived], d, None)
         if done.any():
-            growth = system.growth(solver.y)
             for k in np.flatnonzero(done):
                 b = int(active[k])
                 run.status[b] = "success" if arrived[k] else "blow_up" if grown[k] else "overflow"
@@ -185,7 +223,8 @@ def integrate(
             _store(run, active[done], Y[done], d)
             tau, first = float(solver.t), float(solver.step_size)
             active, solver = active[~done], None
-    return run
+    _store(run, active, y[active], d)
+    return active
 
 
 def _store(run: GaussianRun, members: NDArray[np.intp], Y: Array, d: int) -> None:
@@ -241,7 +280,7 @@ def _between(
 
 
 def _at(values: Array, x: Array) -> Array:
-    """Polynomials ``(m, c)`` through the values ``(m, c, 8)`` at the nodes, each at its own x (barycentric formula)."""
+    """Polynomials ``(m, c)`` through the values ``(m, c, k)`` at the nodes, each at its own x (barycentric formula)."""
     gap = x[:, None] - NODES
     hit = gap == 0.0
     weight = np.where(hit.any(axis=1, keepdims=True), hit, WEIGHTS / np.where(hit, 1.0, gap))

@@ -12,6 +12,7 @@ therefore at most ``dim ker A + min(#positive, #negative eigenvalues)``, at most
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,6 +128,13 @@ def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, 
     """Limits of a stack of Gaussians by integration."""
     if gaussians.autonomous_covariance:
         alpha = np.zeros_like(alpha)  # the mean may leave float64 where the covariance settles
+    alive = (M**2).sum(axis=(1, 2)) > 0
+    if not alive.all():  # a Dirac mass stays one
+        some: Iterator[GaussianLimit] = iter(())
+        if alive.any():
+            index = np.flatnonzero(alive)
+            some = iter(gaussian_limits(gaussians.take(index), M[index], s[index], alpha[index], tol=tol))
+        return [next(some) if a else _dirac(alpha.shape[1], tol) for a in alive]
     run = relax(gaussians, M, s, alpha)
     F, scale, t = run.M, run.s, run.t
     with np.errstate(over="ignore", invalid="ignore"):
@@ -140,6 +148,11 @@ def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, 
         grown = float(scale[b] - s[b])
         out.append(_limit(lam[b], vectors[b], trends[b], float(total[b]), float(scale[b]), grown, where, tol))
     return out
+
+
+def _dirac(d: int, tol: float) -> GaussianLimit:
+    none = check.frozen(np.zeros(d))
+    return GaussianLimit("zero", check.frozen(np.zeros((d, d))), 0, math.inf, none, none, math.inf, True, True, tol)
 
 
 def _limit(

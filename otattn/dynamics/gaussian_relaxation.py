@@ -36,6 +36,8 @@ SETTLED, UNDECIDED = 1e-2, (0.04, 0.75)
 time that is clearly zero or clearly not."""
 NEGLIGIBLE = 1e-9
 """Relative size of eigenvalues that need not be told apart."""
+HASTE = 3.0
+"""Exponential growth has ``t d log|L| / dt`` equal to the growth of ``log|L|`` so far; a blow-up has much more."""
 LATEST = 1e9
 """Units after which the trends tell (further on they drown in rounding)."""
 BLOW_UP_SIZE, DROWNED = 5.0, 8.0
@@ -63,7 +65,8 @@ def relax(gaussians: GaussianField, M: Array, s: Array, alpha: Array) -> Relaxed
     B, d = alpha.shape
     y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, np.zeros((B, 1))], axis=1)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        unit = 1.0 / np.maximum(GaussianSystem(gaussians, alpha, 0.0, d, np.full(B, 1e300), False).rates(y)[3], 1e-300)
+        rates = GaussianSystem(gaussians, alpha, 0.0, d, np.full(B, 1e300), False).rates(y)[3]
+        unit = 1.0 / np.where(rates > 1e-100, rates, 1.0)
         no = np.zeros(B, dtype=bool)
         out = Relaxed(M.copy(), s.copy(), np.zeros(B), alpha.copy(), np.full(B, math.inf), no, no.copy(), s.copy())
         left = _explicit(gaussians, y, unit, out, d)
@@ -135,12 +138,14 @@ def _finished(
     still = t * np.linalg.norm(turn + np.swapaxes(turn, 1, 2), axis=(1, 2)) <= SETTLED * size
     trend = np.abs(2.0 * t * ds)
     settled = still & ((tau > PATIENCE) | (elapsed > LAPSE)) & ((trend < UNDECIDED[0]) | (trend > UNDECIDED[1]))
+    # a trace that grows faster than any power of its growth so far suggests is on its way to a blow-up
+    settled &= t * ds <= HASTE * np.maximum(s - out.start[members], 1.0)
     if settled.any():
         some = np.flatnonzero(settled)
         lam, trends, total = directions(M[some], GM[some], t[some])
-        # what falls with the trace (or faster than it grows) must be told from what stays
+        # what stays (in proportion to a trace that grows or falls) must be told from what dies, and nothing may still rise
         relative = trends - np.where(np.abs(total) > UNDECIDED[1], total, 0.0)[:, None]
-        clear = (relative > -UNDECIDED[0]) | (relative < -UNDECIDED[1]) | (lam <= NEGLIGIBLE * lam[:, -1:])
+        clear = (np.abs(relative) < UNDECIDED[0]) | (relative < -UNDECIDED[1]) | (lam <= NEGLIGIBLE * lam[:, -1:])
         settled[some] = clear.all(axis=1)
     done = np.asarray(grown | settled | (tau >= HORIZON) | (elapsed >= LATEST))
     if stiff:

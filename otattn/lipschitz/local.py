@@ -22,7 +22,7 @@ __all__ = ["LocalLipschitz", "local_lipschitz"]
 
 Array = NDArray[np.float64]
 _TOO_LARGE = "the derivative must fit in float64; scale the tokens, A or V down."
-DENSE_ENTRIES = 1_500_000
+DENSE_ENTRIES = 250_000
 """Jacobians of at most this many entries are decomposed densely."""
 FIELD_BYTES = 64 * 2**20
 

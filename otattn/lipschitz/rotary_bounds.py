@@ -20,6 +20,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.regions import resolve_domain
 from otattn.lipschitz.rounding import log, up
 from otattn.lipschitz.row_constants import two_largest
+from otattn.lipschitz.setting import check_sizes
 from otattn.lipschitz.theorems import outward
 from otattn.measures.domains import Domain
 
@@ -77,12 +78,17 @@ def rotary_row_bound(
         raise ValueError(f"p must be 2 for rotary_row_bound, received {p!r}; no other order is covered.")
     region, count = resolve_domain(radius, domain, attention.in_dim), check.count(n, "n")
     R = region.max_norm
+    check_sizes(attention)
     q, k, v = (spectral_norm_upper(M) for M in (attention.Q, attention.K, attention.V))
-    s = abs(attention.scale)
-    G = s * k * (q * R + _size(attention.query_bias))
-    H = s * q * (k * R + _size(attention.key_bias))
+    s = abs(float(attention.scale))
+    # the scale is any number: last, so that an overflow is inf, never 0 * inf
+    G = k * (q * R + _size(attention.query_bias)) * s
+    H = q * (k * R + _size(attention.key_bias)) * s
     phi, sigma = up(max(1.0, (1.0 + G * R) / math.sqrt(2.0))), up(v * R * H)
-    value = v if count == 1 else two_largest(v * phi, sigma, count)
+    if count == 1 or v == 0.0:
+        value = v
+    else:
+        value = two_largest(v * phi, sigma, count) if math.isfinite(v * phi + sigma) else math.inf
     source = "otattn.bounds.rotary_row_bound: rotary row bound"
     return outward(log(value), source, region, count, 2.0, {"row_constant": phi, "sigma": sigma, "t": G * R})
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from otattn import _validate as check
+from otattn._linalg import spectral_norm
 from otattn.attention import AttentionMap, MultiHeadAttention, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz.bound import Bound
@@ -42,7 +43,9 @@ def upper_bounds(
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
     if isinstance(attention, SoftmaxAttention):
-        calls: list[Callable[[], Bound]] = [lambda: mean_field(attention, region, p=order, effort=effort)]
+        calls: list[Callable[[], Bound]] = []
+        if _worth_it(attention, out, order):
+            calls.append(lambda: mean_field(attention, region, p=order, effort=effort))
         if n is not None and order == 2.0:
             calls.append(lambda: joint(attention, region, n, effort=effort))
             calls.append(lambda: psd(attention, region, n=n, effort=effort))
@@ -52,6 +55,16 @@ def upper_bounds(
         if order == 2.0:
             out += _attempts([lambda: multihead(attention, heads)])
     return sorted(out, key=lambda b: (b.value, float(b.details.get("log_value", 0.0))))
+
+
+def _worth_it(attention: SoftmaxAttention, closed: list[Bound], p: float) -> bool:
+    """Whether the mean-field relaxation may win: it keeps the exponential ``v e^{kappa/p}`` of the column bound."""
+    best = min((float(b.details.get("log_value", math.inf)) for b in closed if b.value > 0), default=math.inf)
+    exponents = [float(b.details["kappa"]) for b in closed if "column_bound" in b.source and "kappa" in b.details]
+    v = spectral_norm(attention.V)
+    if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
+        return True
+    return min(exponents) / p + math.log(v) < best + 0.5
 
 
 def _attempts(calls: list[Callable[[], Bound]]) -> list[Bound]:

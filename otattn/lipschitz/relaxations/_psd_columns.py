@@ -116,6 +116,16 @@ class Columns:
         least = math.exp(self.log_least_p)
         return (self.n - 1) * (1 + float(self.t(np.zeros(1))[0])) * (1 + self.eta) * least * (1 + self.a**2)
 
+    @property
+    def loss(self) -> float:
+        """Above what rounding can add to ``E``, a sum of terms of at most ``a`` and ``-log q``."""
+        return 1e-13 * (1 + self.a - self.log_least_q)
+
+    @property
+    def grain(self) -> float:
+        """Above what rounding can take from ``Gamma``, a difference of terms of at most ``a^2``."""
+        return 1e-14 * self.a**2
+
     def t(self, h: Array) -> Array:
         """The split, decreasing in h."""
         t0, g, t1 = self.split
@@ -136,7 +146,8 @@ class Columns:
         return low, np.where(self.stretch * r[0] ** 2 < 1, 2 * self.stretch * r[1], 0.0)
 
     def row_weight(self, p: Array, gamma: Array, top: Array | None = None) -> Array:
-        """``c(p, Gamma)``; for an interval ``[p, top]`` its largest value."""
+        """``c(p, Gamma)``, outward; for an interval ``[p, top]`` its largest value."""
+        gamma = gamma + self.grain
         upper = p if top is None else top
         lean = (1 + self.tau) - (1 + 1 / self.tau) * gamma
         whole = upper * (1 + gamma)
@@ -162,7 +173,7 @@ class Columns:
         E0 = a * h0**2 + e0 + np.minimum(ep * (p0 - pt), ep * (p1 - pt)) + np.minimum(eq * (q0 - qt), eq * (q1 - qt))
         E1 = a * h1**2 + e0 + np.maximum(ep * (p0 - pt), ep * (p1 - pt)) + np.maximum(eq * (q0 - qt), eq * (q1 - qt))
         keep &= a * h1 + slack >= E0
-        E = np.maximum(E0, 0.0), np.maximum(E1, 0.0)
+        E = np.maximum(E0 - self.loss, 0.0), np.maximum(E1, 0.0)
 
         # Gamma on the box, before the cap
         missing, miss_h = 1 - self.square(r), (1 - self.square(h1), 1 - self.square(h0))
@@ -221,7 +232,7 @@ class Columns:
             (-((a * h1) ** 2) * missing * p1 - 2 * to_p[1], -((a * h0) ** 2) * missing * p0 - 2 * to_p[0]),
             (-((a * h1) ** 2) * miss_h[1] * q1 - 2 * to_q[1], -((a * h0) ** 2) * miss_h[0] * q0 - 2 * to_q[0]),
         ]
-        Em = np.maximum(a * h**2 + e0 + ep * (p - pt) + eq * (q - qt), 0.0)
+        Em = np.maximum(a * h**2 + e0 + ep * (p - pt) + eq * (q - qt) - self.loss, 0.0)
         centre = (a * h) ** 2 * (1 - p * missing - q * (1 - self.square(h))) - Em**2
         bound, moves = middle(centre, slopes, raw)
         value = np.where(p1 < 1, np.minimum(corner, bound), corner)
@@ -253,7 +264,7 @@ class Columns:
 
     def _weight_slopes(self, p: Interval, gamma: Interval) -> tuple[Interval, Interval]:
         """Slopes of ``log c`` in Gamma and in ``log p``."""
-        tau, g = self.tau, (np.maximum(gamma[0], 0.0), gamma[1])
+        tau, g = self.tau, (np.maximum(gamma[0], 0.0), gamma[1] + self.grain)
         up, one = 1 + 1 / tau, 1 + tau
         single = one * p[0] + up * (1 - p[1]) * g[0], one * p[1] + up * (1 - p[0]) * g[1]
         whole = p[0] * (1 + g[0]), p[1] * (1 + g[1])
@@ -283,7 +294,7 @@ class Columns:
             slope = -1 / middle + np.log((n - 1) * middle / (1 - middle))
             e = -np.log(middle) + xlogy(middle, middle) + xlogy(1 - middle, (1 - middle) / (n - 1))
             E = a * r0**2 + e + np.minimum(slope * (q0 - middle), slope * (q1 - middle))
-            mean = np.where(E > 0, np.maximum(E, 0.0) / (a * r1), 0.0)
+            mean = np.where(self.loss < E, np.minimum(np.maximum(E - self.loss, 0.0), a * r1) / (a * r1), 0.0)
         keep &= a * r1 + slack >= E
         spread = 1 - q0 * (1 - self.square(r1)) - mean**2
         spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)

@@ -47,8 +47,9 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
+from otattn.lipschitz.relaxations._problem import integer, number, stored_head
 from otattn.lipschitz.relaxations.certificate import certify, dual_function
-from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, spread_region, unit_head
+from otattn.lipschitz.relaxations.regions import SelfLogit, spread_region, unit_head
 from otattn.measures.domains import Domain
 
 __all__ = ["joint"]
@@ -208,17 +209,13 @@ class _Search:
         return value, omega * part, scale * np.exp(log_mu)
 
 
-def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> _Rows:
-    head = UnitHead(
-        problem["A"],
-        problem["c"],
-        *(float(problem[k]) for k in ("a", "top", "v", "sigma", "trace_sigma", "kappa")),
-    )
-    n = int(problem["n"])
-    family = SelfLogit.of(head, multipliers)
+def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array], family: SelfLogit | None = None) -> _Rows:
+    """What the program knows of the rows; ``family`` spares the search from building it again at each step."""
+    head, n = stored_head(problem), integer(problem, "n", least=2)
+    family = SelfLogit.of(head, multipliers) if family is None else family
     gamma, spread = spread_region(head, n, family, multipliers["edges"])
     diagonal = np.minimum(head.trace_sigma * spread, head.sigma) / head.v
-    return _Rows(gamma, spread, diagonal, n, column_sum(n, head.kappa), int(problem["atoms"]))
+    return _Rows(gamma, spread, diagonal, n, column_sum(n, head.kappa), integer(problem, "atoms"))
 
 
 def _least_rho(n: int) -> float:
@@ -234,7 +231,7 @@ def _prove(search: _Search, tol: float) -> Maximum:
 @dual_function("joint")
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     found = _prove(_Search(_rows(problem, multipliers)), float(problem["tol"]))
-    return float(problem["v"]) * math.exp(0.5 * found.value) * (1 + 1e-12)
+    return number(problem, "v") * math.exp(0.5 * found.value) * (1 + 1e-12)
 
 
 def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast") -> Bound:
@@ -281,11 +278,11 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}
     for _ in range(3 if deep else 2):
         # finer cells of |g| where they decide, around the worst spot so far
-        search = _Search(_rows(problem, multipliers))
+        search = _Search(_rows(problem, multipliers, family))
         spot, memory = _prove(search, 0.03), search.memory
         at = 0.5 * (spot.lo + spot.hi)[:, None]
         for _ in range(60 if deep else 40):
-            rows = _rows(problem, multipliers)
+            rows = _rows(problem, multipliers, family)
             if rows.gamma.size == 1:
                 break
             gamma = rows.gamma[_Search(rows, list(memory)).winners(at)] / head.top
@@ -295,7 +292,7 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
                 break
             edges = np.union1d(edges, 0.5 * (edges[cell] + edges[cell + 1]))
             multipliers["edges"] = edges
-    rows = _rows(problem, multipliers)
+    rows = _rows(problem, multipliers, family)
     found = _prove(_Search(rows), problem["tol"])
     return certify(
         "joint",

@@ -65,6 +65,7 @@ from scipy.special import xlogy
 from otattn import _validate as check
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
+from otattn.lipschitz.relaxations._problem import number, stored_head
 from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
 from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, unit_head
 from otattn.lipschitz.rounding import log, log_sum, safe_exp
@@ -216,9 +217,7 @@ def _psd_defect(A: Array, a: float) -> float:
 
 def _proof(problem: Mapping[str, Any], multipliers: Mapping[str, Array], tol: float) -> tuple[float, str, _Trail]:
     """Logarithm of the bound that the multipliers prove, the theorem that gives it, and where it stands."""
-    fields = (problem["A"], problem["c"])
-    head = UnitHead(*fields, *(float(problem[k]) for k in ("a", "top", "v", "sigma", "trace_sigma", "kappa")))
-    p = float(problem["p"])
+    head, p = stored_head(problem), number(problem, "p", least=1.0, most=math.inf)
     if head.v == 0.0:
         return -math.inf, "V = 0", None
     base = log(head.sigma)

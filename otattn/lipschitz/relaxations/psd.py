@@ -78,6 +78,7 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.relaxations._cells import Maximum, maximise
+from otattn.lipschitz.relaxations._problem import integer, number
 from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.relaxations._psd_search import Plan, add_rows, choose, refine
 from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
@@ -128,7 +129,7 @@ def _prove(
     def bound(lo: Array, hi: Array) -> tuple[Array, Array]:
         cell = np.clip(np.searchsorted(edges, 0.5 * (lo[0] + hi[0])) - 1, 0, edges.size - 2)
         off, pull = columns.off(lo, hi, multipliers.at(cell))
-        seen = np.minimum(1.0, np.exp(lo[3]) / np.maximum(1 - np.exp(lo[2]), 1e-300))
+        seen = np.minimum(1.0, np.exp(lo[3]) / np.maximum(-np.expm1(lo[2]), 1e-300))
         off = off + share(cell, seen)
         alone = own(lo[0], hi[0])
         total = np.logaddexp(off, np.log(alone + faint))
@@ -154,12 +155,15 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     if g < 1 or t1 <= 0 or (mu > 1).any():
         raise ValueError(f"g must be at least 1, t1 positive, mu in [0, 1], received {g}, {t1}, {mu.max()}.")
     own = Multipliers(mu, multiplier(multipliers, "sigma", cells), multiplier(multipliers, "xi", cells, positive=True))
-    a, b, stretch, v, target = (float(problem[k]) for k in ("a", "b", "stretch", "v", "target"))
-    n, tol = int(problem["n"]), float(problem["tol"])
+    a, v = number(problem, "a", most=_LARGEST), number(problem, "v")
+    # no head has less: u between the top vectors of V and of A has |V u| >= v / sqrt2 and |A u| >= a / sqrt2
+    b = number(problem, "b", least=0.5 * a * (1 - 1e-9))
+    stretch, defect = number(problem, "stretch", least=1.0, most=math.inf), number(problem, "defect")
+    target, tol, n = float(problem["target"]), float(problem["tol"]), integer(problem, "n", least=2)
     columns = Columns(a, b, stretch, n, (t0, g, t1), eta, tau)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
-    found = _prove(columns, edges, own, tol=tol, max_cells=int(problem["cells"]), floor=target - tol)
-    return _bound(max(found.value, target), a, n, v, float(problem["defect"]))
+    found = _prove(columns, edges, own, tol=tol, max_cells=integer(problem, "cells"), floor=target - tol)
+    return _bound(max(found.value, target), a, n, v, defect)
 
 
 def _bound(log_square: float, a: float, n: int, v: float, defect: float) -> float:
@@ -243,7 +247,8 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
         return Bound(head.v, "upper", source, domain=domain, n=count)
     defect, stretch = _hypotheses(head)
     deep = effort == "deep"
-    b = min(head.a, head.trace_sigma / head.v * (1 + 1e-14))
+    # a subnormal product has lost its digits
+    b = min(head.a, head.trace_sigma / head.v * (1 + 1e-14)) if head.trace_sigma > 1e-290 else head.a
     base = Columns(head.a, b, stretch, count, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
     plan = choose(base, deep=deep)
     tol, cells = (5e-3, 1_500_000) if deep else (2e-2, 300_000)
