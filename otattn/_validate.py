@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 WEIGHT_SUM_TOL = 1e-6
-LARGEST = 1e40
-"""Entries of matrices, covariances and domains up to here: products of seven of them still fit in float64."""
+LARGEST = 1e30
+"""Entries of matrices, covariances and domains up to here: products of ten of them still fit in float64."""
 
 
 def frozen(array: NDArray[np.float64]) -> NDArray[np.float64]:

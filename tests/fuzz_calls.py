@@ -146,7 +146,7 @@ class Draw:
         return self.pick((self.discrete, self.discrete, self.sequence, self.gaussian))()
 
     def attention(self) -> Any:
-        kind = int(self.rng.integers(10))
+        kind = int(self.rng.integers(11))
         A, V = self.matrix(), self.matrix()
         if kind < 4:
             return oa.SoftmaxAttention(A, V, bias=self.array(self.d) if self.rng.random() < 0.2 else None)
@@ -160,6 +160,11 @@ class Draw:
             return oa.MaskedAttention(oa.SoftmaxAttention(A, V))
         if kind == 8:
             return oa.MultiHeadAttention([oa.SoftmaxAttention(A, V), oa.SoftmaxAttention(V, A)])
+        if kind == 9:
+            Q, K = self.array(2, self.d), self.array(2, self.d)
+            return oa.RotaryAttention(
+                Q, K, V, base=self.number(10.0, 1e4), masked=self.spoiled(bool(self.rng.integers(2)))
+            )
         factors = [self.array(2, self.d) for _ in range(3)]
         return oa.SoftmaxAttention.from_qkv(*factors)
 
@@ -197,7 +202,7 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "wasserstein": (3, lambda: oa.wasserstein(g.discrete(), g.discrete(), p=p())),
         "wasserstein_batch": (2, lambda: oa.wasserstein_batch(g.array(3, g.n, g.d), g.array(3, g.n, g.d), p=p())),
         "transport": (2, lambda: oa.transport(g.discrete(), g.discrete(), p=p()).gap),
-        "transport_plan": (1, lambda: oa.transport_plan(g.discrete(), g.discrete(), p=p())),
+        "transport_plan": (1, lambda: oa.transport_plan(g.weights(), g.weights(), g.array(g.n, g.n))),
         "conditional_wasserstein": (
             2,
             lambda: oa.conditional_wasserstein(g.sequence(), g.sequence(), p=p(), time_tol=g.number(1e-12, 0.0, 0.1)),
@@ -211,11 +216,11 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "pushforward": (3, lambda: g.attention().pushforward(mu())),
         "jacobian": (2, lambda: g.attention().jacobian(mu()).to_dense()),
         "field_jacobian": (2, lambda: g.attention().field_jacobian(g.points(), g.discrete())),
-        "LayerNorm": (1, lambda: oa.LayerNorm(g.array(g.d), g.array(g.d), eps=g.number(0.0, 1e-5))(g.points())),
-        "RMSNorm": (1, lambda: oa.RMSNorm(g.array(g.d), eps=g.number(0.0, 1e-5))(g.points())),
-        "MLP": (1, lambda: oa.MLP(g.array(3, g.d), g.array(3), g.array(g.d, 3))(g.points())),
+        "LayerNorm": (1, lambda: oa.LayerNorm(g.array(g.d), g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete())),
+        "RMSNorm": (1, lambda: oa.RMSNorm(g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete())),
+        "MLP": (1, lambda: oa.MLP(g.array(3, g.d), g.array(3), g.array(g.d, 3)).pushforward(g.discrete())),
         "Residual": (1, lambda: oa.Residual(g.attention()).pushforward(g.discrete())),
-        "Compose": (1, lambda: oa.Compose([g.attention(), g.attention()]).pushforward(g.discrete())),
+        "Compose": (1, lambda: oa.Compose(g.attention(), g.attention()).pushforward(g.discrete())),
         "stability_ratio": (3, lambda: oa.stability_ratio(g.attention(), mu(), nu(), p=p()).value),
         "stability_study": (
             0.3,
@@ -280,6 +285,67 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             )(g.discrete()),
         ),
         "bures_closedness": (0.5, lambda: oa.bures_closedness(g.attention(), g.symmetric(), rng=g.seed()).value),
+        "relaxations.psd": (
+            0.02,
+            lambda: oa.relaxations.psd(g.softmax(), size["radius"](), n=count(), effort=g.number("fast")).value,
+        ),
+        "flow": (
+            0.5,
+            lambda: (
+                oa.flow(
+                    g.attention(),
+                    g.pick((g.discrete, g.sequence))(),
+                    t_span=g.spoiled((0.0, 0.3)),
+                    normalization=g.number(None, None, "sphere", "rescaled"),
+                    rtol=g.number(1e-6),
+                ).points
+            ),
+        ),
+        "residual_steps": (
+            0.5,
+            lambda: (
+                oa.residual_steps(g.attention(), g.discrete(), depth=g.number(1, 4), t_span=g.spoiled((0, 1))).points
+            ),
+        ),
+        "gaussian_flow": (
+            0.2,
+            lambda: oa.gaussian_flow(g.attention(), g.gaussian(), t_span=g.spoiled((0.0, 0.5))).blow_up_time,
+        ),
+        "gaussian_flow_batch": (
+            0.1,
+            lambda: (
+                oa.gaussian_flow_batch(
+                    g.attention(), [g.symmetric() for _ in range(2)], t_span=(0.0, 0.2)
+                ).blow_up_times
+            ),
+        ),
+        "flow_stability": (
+            0.1,
+            lambda: (
+                oa.flow_stability(
+                    g.attention(),
+                    mu(),
+                    nu(),
+                    t_span=(0.0, 0.2),
+                    t_eval=g.spoiled(np.array([0.1, 0.2])),
+                    bounds=False,
+                    p=p(),
+                ).worst
+            ),
+        ),
+        "clusters": (
+            0.2,
+            lambda: oa.clusters(
+                oa.flow(g.softmax(), g.discrete(), t_span=(0.0, 0.2)), tol=g.number(None, 0.1)
+            ).counts.astype(float),
+        ),
+        "limit_polytope": (
+            0.2,
+            lambda: (
+                oa.limit_polytope(oa.flow(g.softmax(), g.discrete(), t_span=(0.0, 0.2)), tol=g.number(1e-3)).n_vertices
+            ),
+        ),
+        "radius_bound": (0.5, lambda: oa.radius_bound(g.attention(), g.number(1.0), g.number(0.5, 1.0))),
         "covariance_tangent": (0.5, lambda: oa.covariance_tangent(g.attention(), g.symmetric())),
     }
 

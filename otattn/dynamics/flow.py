@@ -34,7 +34,8 @@ STEEP = 1e6
 class _Guard:
     """The velocity on flat states in local time; what cannot be evaluated is nan, which makes the solver step back."""
 
-    def __init__(self, velocity: Velocity, weights: Array) -> None:
+    def __init__(self, velocity: Velocity, weights: Array, limit: int) -> None:
+        self.limit = limit
         self.velocity, self.live = velocity, weights > 0
         self.shape = velocity.measure.points.shape
         self.reason, self.overflow = "", False
@@ -42,6 +43,9 @@ class _Guard:
 
     def __call__(self, t: float, y: Array) -> Array:
         self.count += 1
+        if self.count > self.limit:
+            self.reason = f"The velocity was evaluated {self.limit} times; raise max_evaluations or loosen rtol."
+            return np.full(y.shape, np.nan)
         if not np.isfinite(y).all():
             return np.full(y.shape, np.nan)
         try:
@@ -71,6 +75,7 @@ def flow(
     atol: float = 1e-10,
     events: Event | Sequence[Event] | None = None,
     dense: bool = True,
+    max_evaluations: int = 100_000,
 ) -> Trajectory:
     r"""Tokens that follow the attention of their own measure.
 
@@ -106,6 +111,8 @@ def flow(
         ``event.terminal`` is true (``event.direction`` as in scipy).
     dense : bool
         Keep the interpolation between steps, so that ``trajectory(t)`` works (7 copies of the tokens a step).
+    max_evaluations : int
+        Evaluations of the velocity after which the flow ends with status "failed", keeping what was computed.
 
     Returns
     -------
@@ -140,7 +147,7 @@ def flow(
     velocity = Velocity(attention, measure, normalization, start)
     wanted = None if t_eval is None else check_times(t_eval, start, stop)
     duration = stop - start
-    guard = _Guard(velocity, measure.weights)
+    guard = _Guard(velocity, measure.weights, check.count(max_evaluations, "max_evaluations"))
     y0 = velocity.retract(measure.points).ravel()
     try:
         v0 = velocity(start, y0.reshape(guard.shape))

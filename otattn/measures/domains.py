@@ -106,7 +106,7 @@ class Ellipsoid(Domain):
     center: NDArray[np.float64]
 
     def __init__(self, shape: ArrayLike, center: ArrayLike | None = None) -> None:
-        E = check.matrix(shape, "shape")
+        E = check.moderate(check.matrix(shape, "shape"), "shape")
         b = np.zeros(len(E)) if center is None else check.vector(center, "center", size=len(E))
         check.moderate(b, "center")
         object.__setattr__(self, "shape", check.frozen(E))

@@ -324,3 +324,15 @@ def test_bad_maps():
         out.defect()
     with pytest.raises(ValueError, match="must lie in"):
         flow(SoftmaxAttention(I2, I2), X, t_span=(0, 1))(1.5)
+
+
+def test_a_flow_that_takes_too_long_is_flagged() -> None:
+    attention = SoftmaxAttention(-np.eye(2), np.eye(2))
+    X = np.random.default_rng(0).normal(size=(4, 2))
+    short = flow(attention, X, t_span=(0.0, 5.0), max_evaluations=60)
+    assert short.status == "failed"
+    assert "max_evaluations" in short.message
+    assert 0.0 < short.times[-1] < 5.0
+    whole = flow(attention, X, t_span=(0.0, 5.0))
+    assert whole.status == "success"
+    assert np.abs(short.points[-1] - whole(short.times[-1])).max() < 1e-6

@@ -174,7 +174,7 @@ def interval_head(X: Array, A: Array, V: Array, c: Array, rho: float, mask: Mask
     with np.errstate(over="ignore", divide="ignore"):
         for i in range(n):
             difference = np.where(seen[i][None], logits[i][None] - logits[i][:, None], -np.inf)
-            reach_i = (rho * gap + 2.0 * rho * G[i] + noise[i]) * off
+            reach_i = np.where(off, rho * gap + 2.0 * rho * G[i] + noise[i], 0.0)
             P[i] = 1.0 / np.exp(difference).sum(axis=1)
             low[i] = 1.0 / np.exp(difference + reach_i).sum(axis=1)
             high[i] = 1.0 / np.exp(difference - reach_i).sum(axis=1)
