@@ -95,8 +95,10 @@ def limit_polytope(trajectory: Trajectory, *, k: int = -1, tol: float = 1e-3) ->
     if not len(trajectory):
         raise ValueError("trajectory must hold at least one time, received none; choose t_eval before the blow-up.")
     level = check.positive(tol, "tol")
+    if level > 1.0:
+        raise ValueError(f"tol must be at most 1 (it is relative to the cloud's size), received {tol!r}.")
     live = np.flatnonzero(trajectory.weights > 0)
-    x = trajectory.points[k][live]
+    x = check.moderate(trajectory.points[k][live], "trajectory")
     centre = x.mean(axis=0)
     y = x - centre
     size = float(np.linalg.norm(y, axis=1).max())
