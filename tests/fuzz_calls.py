@@ -216,7 +216,10 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "pushforward": (3, lambda: g.attention().pushforward(mu())),
         "jacobian": (2, lambda: g.attention().jacobian(mu()).to_dense()),
         "field_jacobian": (2, lambda: g.attention().field_jacobian(g.points(), g.discrete())),
-        "LayerNorm": (1, lambda: oa.LayerNorm(g.array(g.d), g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete())),
+        "LayerNorm": (
+            1,
+            lambda: oa.LayerNorm(g.array(g.d), g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete()),
+        ),
         "RMSNorm": (1, lambda: oa.RMSNorm(g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete())),
         "MLP": (1, lambda: oa.MLP(g.array(3, g.d), g.array(3), g.array(g.d, 3)).pushforward(g.discrete())),
         "Residual": (1, lambda: oa.Residual(g.attention()).pushforward(g.discrete())),

@@ -150,6 +150,28 @@ class AttentionMap(ABC):
         measure = self.as_measure(check.points(X, "X", dim=self.in_dim))
         return self._at_atoms(measure)
 
+    def on_batch(self, X: ArrayLike) -> Array:
+        """``f`` at every row of a batch of equally many tokens, ``(B, n, d) -> (B, n, e)``.
+
+        Softmax attention handles small problems together; other maps go one by one.
+
+        Raises
+        ------
+        ValueError
+            Another shape.
+        OverflowError
+            A value is not representable in float64.
+        """
+        batch = check.as_float_array(X, "X", ndim=3)
+        if 0 in batch.shape:
+            raise ValueError(f"X must hold at least one problem, token and coordinate, received shape {batch.shape}.")
+        check.points(batch[0], "X", dim=self.in_dim)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _finite(self._batch(batch))
+
+    def _batch(self, X: Array) -> Array:
+        return np.stack([self.on_tokens(x) for x in X])
+
     def jacobian(self, mu: Any, *, block_size: int | None = None) -> JacobianOperator:
         """``D_X f`` at the atoms of ``mu`` (weights kept fixed), a linear operator ``(n d,) -> (n e,)``.
 

@@ -17,6 +17,9 @@ from otattn.measures import GaussianMeasure
 __all__ = ["SoftmaxAttention"]
 
 Array = NDArray[np.float64]
+BATCH_TOKENS = 128
+BATCH_ENTRIES = 1 << 18
+"""Problems of at most this many tokens are stacked, so many at once that their logits take 2 MB."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -159,6 +162,24 @@ class SoftmaxAttention(AttentionMap):
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)
+
+    def _batch(self, X: Array) -> Array:
+        B, n, d = X.shape
+        if n > BATCH_TOKENS:  # large problems gain nothing from being stacked
+            return super()._batch(X)
+        head, out = self.head(), np.empty((B, n, self.out_dim))
+        rows = max(1, BATCH_ENTRIES // (n * max(n, d)))
+        for start in range(0, B, rows):
+            x = X[start : start + rows]
+            centre = x.mean(axis=1, keepdims=True)
+            y = x - centre  # logits are wanted up to a term constant in each row
+            q = x @ head.Wq.T if head.bq is None else x @ head.Wq.T + head.bq
+            P = q @ np.swapaxes(y @ head.Wk.T, 1, 2)
+            P -= P.max(axis=2, keepdims=True)
+            np.exp(P, out=P)
+            P /= P.sum(axis=2, keepdims=True)
+            out[start : start + rows] = P @ (y @ head.V.T) + centre @ head.V.T
+        return out if self.value_bias is None else out + self.value_bias
 
     def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).field(x, times)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
@@ -111,7 +112,7 @@ def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHist
     counts = np.empty(len(trajectory), dtype=np.intp)
     masses = []
     for k, x in enumerate(trajectory.points[:, live]):
-        raw = fcluster(linkage(x, "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
+        raw = fcluster(linkage(pdist(x), "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
         _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
         order = np.argsort(np.argsort(first))
         own = order[inverse.ravel()]

@@ -75,7 +75,7 @@ def flow(
     atol: float = 1e-10,
     events: Event | Sequence[Event] | None = None,
     dense: bool = True,
-    max_evaluations: int = 100_000,
+    max_evaluations: int = 50_000,
 ) -> Trajectory:
     r"""Tokens that follow the attention of their own measure.
 

@@ -245,7 +245,7 @@ def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
         raise ValueError(f"t must be non-negative, received {at.min():g}; count it from the start.")
     R = check.positive(radius, "radius", zero=True)
     with np.errstate(over="ignore"):
-        drift = b * (np.expm1(v * at) / v if v > 0 else at)
+        drift = b * (np.expm1(v * at) / v if v > 0 else at) if b > 0 else np.zeros_like(at)
         return np.asarray((R * np.exp(v * at) + drift) * (1.0 + 1e-14))
 
 

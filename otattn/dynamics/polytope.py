@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import nnls
 from scipy.spatial import ConvexHull
+from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
 from otattn.dynamics.trajectory import Trajectory
@@ -110,7 +111,7 @@ def limit_polytope(trajectory: Trajectory, *, k: int = -1, tol: float = 1e-3) ->
     _, s, Wt = np.linalg.svd(y, full_matrices=False)
     r = int((s > level * s[0]).sum())
     z = y @ Wt[:r].T
-    raw = fcluster(linkage(z, "single"), near, "distance") if len(z) > 1 else np.ones(1, dtype=np.intp)
+    raw = fcluster(linkage(pdist(z), "single"), near, "distance") if len(z) > 1 else np.ones(1, dtype=np.intp)
     groups = [np.flatnonzero(raw == c) for c in np.unique(raw)]
     points = np.stack([z[g].mean(axis=0) for g in groups])
     chosen = _vertices(points, r, near)

@@ -64,7 +64,7 @@ def _masked_column(seen: Seen, n: int, p: float) -> Bound:
     source = "otattn.bounds.masked_column_bound: masked column bound"
     if n == 1:
         return outward(log(seen.v), source, seen.region.domain, n, p, {})
-    row = math.sqrt(seen.row_variance) if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
+    row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
     total = masked_column_sum(2.0 * seen.t, n)
     value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else math.log(total) / p))
     details = {"column_sum": total, "sigma": seen.sigma, "row": row}

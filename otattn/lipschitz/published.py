@@ -292,6 +292,7 @@ def _absorbed(form: SoftmaxForm, R: float) -> tuple[float, dict[str, Any]]:
     # minimises (alpha^2 + |c|^2 / r^2) (R^2 + r^2)^2; any r > 0 is valid. In units of R and of b = |c| /
     # (alpha R):
     if alpha > 0 and (b2 := (size / (alpha * R)) ** 2) < 1e12:
+        b2 = max(b2, 1e-300)
         r2 = 2.0 * b2 / (b2 + math.sqrt(b2 * b2 + 8.0 * b2))
     else:
         r2 = 1.0

@@ -7,6 +7,7 @@ Attention with logits ``<A x + c, y>`` does not see a translation: with ``x = z 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -170,9 +171,9 @@ class Seen:
         return best if self.shape is None else min(best, spectral_norm_upper(self.form.V @ self.shape))
 
     @cached_property
-    def row_variance(self) -> float:
-        """``sup lambda_max( V (I + |g|^2 C) V^T )``."""
-        return up(self.v**2 + (self.G * self.value_radius) ** 2)
+    def row_deviation(self) -> float:
+        """``sup lambda_max( V (I + |g|^2 C) V^T )^{1/2}``; the square need not be representable."""
+        return up(math.hypot(self.v, self.G * self.value_radius))
 
     @cached_property
     def sigma(self) -> float:

@@ -38,7 +38,9 @@ def log_sum(*logs: float) -> float:
 
 
 def log(value: float) -> float:
-    """``log(value)`` with ``log 0 = -inf``."""
+    """``log(value)`` with ``log 0 = -inf``; a nan, of which nothing is known, gives inf."""
+    if math.isnan(value):
+        return math.inf
     return math.log(value) if value > 0 else -math.inf
 
 

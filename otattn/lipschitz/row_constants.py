@@ -48,8 +48,8 @@ def two_largest(row: float, sigma: float, n: int) -> float:
     2.
     """
     unit = max(row, sigma)
-    if unit == 0.0:
-        return 0.0
+    if unit == 0.0 or not math.isfinite(row + sigma):
+        return 0.0 if unit == 0.0 else math.inf
     row, sigma = row / unit, sigma / unit
     alpha = n * row * row + 2.0 * math.sqrt(2.0) * row * sigma
     beta = 2.0 * row * sigma * math.sqrt(n - 2.0)

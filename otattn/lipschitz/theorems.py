@@ -221,7 +221,7 @@ def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
     source = "otattn.bounds.column_bound: column bound"
     if n == 1:
         return _bound(log(seen.v), source, seen, n, p, {})
-    row = math.sqrt(seen.row_variance) if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
+    row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
     sums = 0.0 if math.isinf(p) else column_log(seen.kappa, 2.0 * seen.t, n) / p
     details = {
         "kappa": seen.kappa,

@@ -424,6 +424,10 @@ def test_extreme_sizes_stay_finite_or_say_so():
         assert math.isfinite(r.value)
     with pytest.raises(ValueError, match="rescale the units"):
         bounds.column_bound(SoftmaxAttention([[1e150]], [[1.0]]), radius=1.0)
+    # squares of the norms underflow, the bound must not
+    tiny = SoftmaxAttention(1e-170 * np.eye(3), 1e-170 * np.eye(3))
+    for bound in (bounds.column_bound, bounds.row_bound, bounds.density_bound):
+        assert bound(tiny, radius=1e-3, n=4).value >= 1e-170
     huge = bounds.column_bound(SoftmaxAttention([[-2000.0]], [[1.0]]), radius=1.0)
     assert huge.value == INF
     assert huge.details["log_value"] == pytest.approx(2000.0 + math.log(2000.0), rel=1e-9)
