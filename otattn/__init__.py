@@ -32,7 +32,7 @@ from otattn.attention import (
     SoftmaxAttention,
     TransformerBlock,
 )
-from otattn.data import SampleLayer, load_layer, load_sample
+from otattn.data import SampleLayer, load_excerpt, load_layer, load_sample
 from otattn.distances import (
     ConditionalTransport,
     OptimalPlan,
@@ -240,6 +240,7 @@ __all__ = [
     "limit_rank_histogram",
     "lipschitz_lower_bound",
     "lipschitz_upper_bound",
+    "load_excerpt",
     "load_layer",
     "load_sample",
     "local_growth",

@@ -86,3 +86,8 @@ def test_every_module_has_a_docstring_and_imports() -> None:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if path.stem != "__main__":
             assert (importlib.import_module(name).__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [path.name for path in pathlib.Path(__file__).parent.rglob("*.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
