@@ -33,3 +33,10 @@ def test_two_commands() -> None:
 def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"`(otattn/data/\w+\.md)`", README):
         assert (ROOT / target).is_file(), target
+
+
+def test_version_is_the_same_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), flags=re.M)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"Version {version}" in README
