@@ -292,6 +292,7 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.02,
             lambda: oa.relaxations.psd(g.softmax(), size["radius"](), n=count(), effort=g.number("fast")).value,
         ),
+        "relaxations.pair": (0.02, lambda: oa.relaxations.pair(g.softmax(), size["radius"]()).value),
         "flow": (
             0.5,
             lambda: (

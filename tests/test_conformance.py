@@ -125,7 +125,7 @@ def test_dense_products_and_operator_algebra_agree(attention: AttentionMap, rng:
     close(J @ np.eye(J.shape[1]), dense)
     close(J.H @ np.eye(J.shape[0]), dense.T)
     close(J.T.matvec(np.ones(J.shape[0])), dense.sum(axis=0))
-    close(J.matvec(np.ones((J.shape[1], 1)))[:, 0], dense.sum(axis=1))
+    close(J.matmat(np.ones((J.shape[1], 1)))[:, 0], dense.sum(axis=1))
     root = np.repeat(np.sqrt(mu.weights), J.e)[:, None], np.repeat(np.sqrt(mu.weights), J.d)[None, :]
     weighted = J.reweighted(mu.weights)
     close(weighted.to_dense(), root[0] * dense / root[1])

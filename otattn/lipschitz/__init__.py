@@ -35,6 +35,7 @@ W_inf                 ``v (a + sqrt(1 + a^2))``, neither n nor exponential   :mo
 rows and columns      a joint program over the two tokens that move most     :mod:`~otattn.lipschitz.relaxations.joint`
 mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.relaxations.mean_field`
 PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.relaxations.psd`
+two tokens            quadratic forms under quadratic constraints            :mod:`~otattn.lipschitz.relaxations.pair`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.masked_bounds`
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.l2_bounds`
 unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.pointwise_bounds`

@@ -15,6 +15,7 @@ from otattn.lipschitz.regions import resolve_domain
 from otattn.lipschitz.relaxations.heads import multihead
 from otattn.lipschitz.relaxations.joint import joint
 from otattn.lipschitz.relaxations.mean_field import mean_field
+from otattn.lipschitz.relaxations.pair import pair
 from otattn.lipschitz.relaxations.psd import psd
 from otattn.lipschitz.table import table
 from otattn.measures import Domain
@@ -22,6 +23,8 @@ from otattn.measures import Domain
 __all__ = ["Effort", "lipschitz_upper_bound", "upper_bounds"]
 
 Effort = Literal["fast", "deep"]
+PAIR_DIMENSION = 24
+"""The bound of two tokens decomposes thousands of matrices of twice this size."""
 
 
 def upper_bounds(
@@ -49,6 +52,8 @@ def upper_bounds(
         if n is not None and order == 2.0:
             calls.append(lambda: joint(attention, region, n, effort=effort))
             calls.append(lambda: psd(attention, region, n=n, effort=effort))
+            if n == 2 and attention.in_dim <= PAIR_DIMENSION:
+                calls.append(lambda: pair(attention, region, effort=effort))
         out += _attempts(calls)
     elif isinstance(attention, MultiHeadAttention) and all(isinstance(h, SoftmaxAttention) for h in attention.heads):
         heads = [upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in attention.heads]

@@ -8,6 +8,7 @@ from otattn.lipschitz.relaxations.interval_simplex import interval_simplex
 from otattn.lipschitz.relaxations.joint import joint
 from otattn.lipschitz.relaxations.local_ball import local_ball
 from otattn.lipschitz.relaxations.mean_field import mean_field
+from otattn.lipschitz.relaxations.pair import pair
 from otattn.lipschitz.relaxations.psd import psd
 from otattn.lipschitz.relaxations.self_entropy import row_constant, self_entropy
 
@@ -20,6 +21,7 @@ __all__ = [
     "local_ball",
     "mean_field",
     "multihead",
+    "pair",
     "psd",
     "row_constant",
     "self_entropy",

@@ -1,0 +1,233 @@
+r"""Two tokens: their Jacobian has rank-one rows beside the attention matrix, and the logits tie the two rows together.
+
+Unit ball, notation of :mod:`otattn.lipschitz.relaxations.regions`; ``d = x_1 - x_2``, ``g_i = A x_i + c``,
+``l_1 = <g_1, d>``, ``l_2 = -<g_2, d>`` (the lead of a token's own logit), ``p_i = P_ii = 1/(1 + e^{-l_i})``,
+``q_i = p_i (1 - p_i) = 1/(4 cosh^2(l_i / 2))``. The weights of row 1 have the mean ``p_1 x_1 + (1 - p_1) x_2`` and the covariance
+``q_1 d d^T``, so
+
+.. math:: (Df\,\epsilon)_1 = V\bigl[\, p_1\epsilon_1 + (1-p_1)\epsilon_2
+          + q_1\, d\,\bigl(\langle g_1 + A^T d, \epsilon_1\rangle - \langle g_1, \epsilon_2\rangle\bigr)\bigr]
+
+and row 2 by exchanging the tokens. The first part has the norm ``||P|| <= sqrt(max column sum) <= sqrt(T_2)`` (its row sums are
+1; T5). The second is, up to the unit vector along d, a matrix of two rows, at most its Frobenius norm:
+
+.. math:: \|Df\| \le v\bigl(\sqrt{T_2} + \sqrt F\bigr), \qquad F = \sup |d|^2 \bigl(q_1^2 N_1 + q_2^2 N_2\bigr), \qquad
+          N_1 = |g_1 + A^T d|^2 + |g_1|^2 .
+
+**F.** On a box of ``|d| in [r_0, r_1]``, ``|l_i| in [a_i, b_i]`` the ``q_i`` are at most ``1/(4 cosh^2(a_i/2))``, and ``N_1`` is a
+quadratic form in ``z = (x_1, x_2, 1)`` under quadratic constraints: for all real ``nu_1, nu_2, tau`` and ``w >= 0`` with
+
+.. math:: N_1 + \nu_1 l_1 + \nu_2 l_2 - \tau |d|^2 \preceq w_1 |x_1|^2 + w_2 |x_2|^2 + w_0 ,
+
+``N_1 <= w_0 + w_1 + w_2 + |nu_1| b_1 + |nu_2| b_2 + tau r^2``, ``r = r_1`` for ``tau >= 0``, else ``r_0``; a negative value proves
+that the box is empty (``l_1 + l_2 = <A d, d>`` is what empties it for negative A). ``N_2`` is the same with the tokens exchanged. A
+finite family of multipliers serves all boxes; each misses the inequality by at most its own ``lambda_max``, which is added
+(``|z|^2 <= 3``), so any numbers are admissible. The maximum over boxes is by branch and bound; a family that knows the worst
+box is grown by cutting planes. For ``A = -alpha I`` this is about ``v (sqrt 2 + a/4)`` instead of ``2 v a``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import eigh
+from scipy.optimize import minimize
+
+from otattn._linalg import lambda_max_upper, symmetrize
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
+from otattn.lipschitz.relaxations._problem import number, stored_head
+from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.joint import column_sum
+from otattn.lipschitz.relaxations.regions import UnitHead, unit_head
+from otattn.measures.domains import Domain
+
+__all__ = ["pair"]
+
+Array = NDArray[np.float64]
+
+_CELLS = 60_000
+_MARGIN = 1e-11
+
+
+class _Forms:
+    """The quadratic forms in ``z = (x_1, x_2, 1)``, in units of ``unit`` (of the size of g)."""
+
+    def __init__(self, head: UnitHead) -> None:
+        d = len(head.A)
+        zero, one = np.zeros((d, d)), np.eye(d)
+        self.unit = max(head.a, float(np.linalg.norm(head.c)), 1e-300)
+        A, c = head.A / self.unit, head.c[:, None] / self.unit
+        G1, G2 = np.hstack([A, zero, c]), np.hstack([zero, A, c])
+        D = np.hstack([one, -one, np.zeros((d, 1))])
+        turned = G1 + A.T @ D
+        self.N = turned.T @ turned + G1.T @ G1
+        self.l1, self.l2 = symmetrize(G1.T @ D), -symmetrize(G2.T @ D)
+        self.gap = D.T @ D
+        self.parts = [np.diag(np.repeat(part, [d, d, 1])).astype(float) for part in ((0, 0, 1), (1, 0, 0), (0, 1, 0))]
+
+    def excess(self, nu: Array, tau: float, w: Array) -> float:
+        """By how much the multipliers miss the inequality, outward."""
+        M = self.N + nu[0] * self.l1 + nu[1] * self.l2 - tau * self.gap
+        M = M - sum(wi * part for wi, part in zip(w, self.parts, strict=True))
+        # entries are sums of d products of numbers of at most these sizes
+        noise = 64.0 * len(M) * float(np.finfo(np.float64).eps) * (10.0 + np.abs(nu).sum() + 4 * abs(tau) + w.sum())
+        return max(0.0, lambda_max_upper(M) + noise)
+
+    def scaled(self, nu: Array, tau: float, ratio: Array) -> Array:
+        """The least ``t * ratio`` that satisfies the inequality."""
+        M = self.N + nu[0] * self.l1 + nu[1] * self.l2 - tau * self.gap
+        weight = sum(r * part for r, part in zip(ratio, self.parts, strict=True))
+        t = float(eigh(M, weight, eigvals_only=True, subset_by_index=[len(M) - 1] * 2)[0])
+        return max(t, 0.0) * ratio
+
+
+class _Family:
+    """Bounds ``const + tau r^2 + |nu_1| b_1 + |nu_2| b_2`` of ``N_1``, one for each set of multipliers."""
+
+    def __init__(self, forms: _Forms, nu: Array, tau: Array, w: Array) -> None:
+        self.nu, self.tau, self.w = nu, tau, w
+        slack = np.array([forms.excess(*one) for one in zip(nu, tau, w, strict=True)])
+        self.const = w.sum(axis=1) + 3.0 * slack
+
+    def __call__(self, r0: Array, r1: Array, b1: Array, b2: Array) -> Array:
+        best = np.full(r0.shape, np.inf)
+        for (n1, n2), tau, const in zip(np.abs(self.nu), self.tau, self.const, strict=True):
+            best = np.minimum(best, const + tau * (r1 if tau >= 0 else r0) ** 2 + n1 * b1 + n2 * b2)
+        return best
+
+
+def _share(lead: Array) -> Array:
+    """``q^2`` at a lead of the logits."""
+    e = np.exp(-np.abs(lead))
+    return np.asarray((e / (1.0 + e) ** 2) ** 2)
+
+
+def _maximum(family: _Family, unit: float, reach: float, tol: float) -> Maximum:
+    """``log F`` in units of ``unit^2``; leads in units of ``unit`` up to ``reach``."""
+
+    def bound(lo: Array, hi: Array) -> Array:
+        (r0, a1, a2), (r1, b1, b2) = lo, hi
+        N1, N2 = family(r0, r1, b1, b2), family(r0, r1, b2, b1)
+        total = _share(unit * a1) * np.maximum(N1, 0.0) + _share(unit * a2) * np.maximum(N2, 0.0)
+        with np.errstate(divide="ignore"):
+            value = np.log(total) + 2.0 * np.log(r1)
+        return np.where((N1 < 0) | (N2 < 0), -np.inf, value)
+
+    scale = np.append(0.0, np.geomspace(min(0.25 / unit, 0.5 * reach), reach, 7))
+    return maximise(bound, *boxes(np.linspace(0.0, 2.0, 9), scale, scale), tol=tol, max_cells=_CELLS)
+
+
+def _reach(head: UnitHead, forms: _Forms) -> float:
+    """No lead exceeds ``|g| |d|``."""
+    return 2.0 * (1.0 + 1e-12) * max(head.top, 1e-300) / forms.unit
+
+
+@dual_function("pair")
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    head, tol = stored_head(problem), number(problem, "tol", least=1e-6, most=1.0)
+    tau = multiplier(multipliers, "tau", multipliers["tau"].shape)
+    if tau.ndim != 1 or tau.size == 0:
+        raise ValueError(f"tau must be a vector, received shape {tau.shape}.")
+    nu, w = multiplier(multipliers, "nu", (tau.size, 2)), multiplier(multipliers, "w", (tau.size, 3), sign=True)
+    forms = _Forms(head)
+    found = _maximum(_Family(forms, nu, tau, w), forms.unit, _reach(head, forms), tol)
+    return _bound(found.value, head, forms.unit)
+
+
+def _bound(log_F: float, head: UnitHead, unit: float) -> float:
+    field = unit * math.exp(0.5 * log_F) if log_F > -math.inf else 0.0
+    return head.v * (math.sqrt(column_sum(2, head.kappa)) + field * (1.0 + _MARGIN)) * (1.0 + _MARGIN)
+
+
+def _cut(forms: _Forms, r: float, b1: float, b2: float, start: Array) -> tuple[Array, float, Array]:
+    """Multipliers that are good at ``(|d|, |l_1|, |l_2|) = (r, b1, b2)``."""
+
+    def unpack(theta: Array) -> tuple[Array, float, Array]:
+        ratio = np.exp(np.clip(np.array([theta[3], 0.0, theta[4]]), -12.0, 12.0))
+        return theta[:2], float(theta[2]), ratio / ratio.sum()
+
+    def value(theta: Array) -> float:
+        nu, tau, ratio = unpack(theta)
+        w = forms.scaled(nu, tau, ratio)
+        return float(w.sum() + tau * r * r + np.abs(nu) @ [b1, b2])
+
+    found = minimize(value, start, method="Nelder-Mead", options={"maxfev": 400, "xatol": 1e-4, "fatol": 1e-6})
+    nu, tau, ratio = unpack(found.x)
+    return nu, tau, forms.scaled(nu, tau, ratio)
+
+
+def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bound:
+    """Upper bound of the Lipschitz constant of two tokens, for any A, V and bias, by branch and bound.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+    domain : Domain or float
+        A float is the radius of a ball; other domains are enclosed in one.
+    effort : {"fast", "deep"}
+        Gap of the branch and bound, 2 percent or 0.5 percent, and number of cutting planes.
+
+    Returns
+    -------
+    Certificate
+        Multipliers ``nu (K, 2)``, ``tau (K,)``, ``w (K, 3)``. A plain :class:`Bound` when V is zero.
+
+    Raises
+    ------
+    ValueError
+        Another kind of attention, or another effort.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> bound = pair(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), 1.0)
+    >>> bound.value < 6.0, bound.verify()   # the general bounds give 18
+    (True, True)
+
+    References
+    ----------
+    Our own theorem; the proof is in the docstring of this module.
+    """
+    if effort not in ("fast", "deep"):
+        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
+    head = unit_head(attention, domain)
+    source = "otattn/lipschitz/relaxations/pair.py, two tokens"
+    if head.v == 0.0:
+        return Bound(0.0, "upper", source, domain=domain, n=2)
+    deep = effort == "deep"
+    tol, cuts = (1e-2, 150) if deep else (4e-2, 50)
+    forms = _Forms(head)
+    reach = _reach(head, forms)
+    starts = np.array([[0.0, 0.0, 0.5, -4.0, 0.0], [0.5, 0.5, 0.0, -4.0, 0.5], [3.0, 3.0, -1.0, -4.0, 0.0]])
+    members = [_cut(forms, r, b, b, starts[0]) for r in (1.0, 2.0) for b in (0.1 * reach, reach)]
+    best, stale = math.inf, 0
+    for k in range(cuts):
+        # the last family that cuts off the worst box so far, from changing starts: the search is not convex in w
+        family = _Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
+        found = _maximum(family, forms.unit, reach, 4e-2)
+        best, stale = (found.value, 0) if found.value < best - 1e-3 else (best, stale + 1)
+        if stale > 8:
+            break
+        r, b1, b2 = (float(x) for x in found.hi)
+        members += [_cut(forms, r, *one, starts[k % 3]) for one in ((b1, b2), (b2, b1))]
+    family = _Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
+    problem = {k: getattr(head, k) for k in ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")}
+    found = _maximum(family, forms.unit, reach, tol)
+    return certify(
+        "pair",
+        problem=problem | {"tol": tol},
+        multipliers={"nu": family.nu, "tau": family.tau, "w": family.w},
+        source=source,
+        solver="branch and bound",
+        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_value=_bound(found.seen, head, forms.unit),
+        domain=domain,
+        n=2,
+        details={"cells": found.cells, "members": len(members)},
+        proved=_bound(found.value, head, forms.unit),
+    )
