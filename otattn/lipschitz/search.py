@@ -19,6 +19,8 @@ __all__ = ["Effort", "Found", "search_measures", "search_tokens"]
 
 Array = NDArray[np.float64]
 Effort = Literal["fast", "deep"]
+WIDE = 64
+"""Above this many dimensions an ascent takes a tenth of a second a start."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def _budget(effort: Effort, forms: tuple[Form, ...], chart: Chart) -> _Budget:
     if width <= 12:
         return budget
     # the cost of an ascent grows with the cube of the width up to the dense limit: fewer and shorter ones
-    thin = 2 if width <= 40 else 4 if width <= 150 else 8
+    thin = 2 if width <= 40 else 4 if width <= WIDE else 8
     return replace(
         budget,
         random=max(2, budget.random // thin),
@@ -56,6 +58,7 @@ def _budget(effort: Effort, forms: tuple[Form, ...], chart: Chart) -> _Budget:
         survivors=max(2, budget.survivors // thin),
         long=max(40, budget.long // thin),
         finalists=max(1, budget.finalists // thin),
+        path=budget.path if width <= WIDE else 1,
     )
 
 
@@ -137,7 +140,9 @@ def token_starts(
             if batch.atoms <= n:
                 out.append(Candidates(batch.latents, round_multiplicities(batch.log_weights, n)))
     out.append(witnesses.self_block(forms, chart, n, rng))
-    for c in sorted({2, 3, 4, 5, min(n, 8)}):
+    # wide problems (real heads): more atoms cost seconds and have never won there
+    sizes = {2, 3, 4} if chart.E.shape[0] > WIDE else {2, 3, 4, 5, min(n, 8)}
+    for c in sorted(sizes):
         if c <= n:
             batch = witnesses.random_tokens(chart, n, c, random, rng)
             out.append(Candidates(batch.latents, round_multiplicities(batch.log_weights, n)))
