@@ -72,10 +72,15 @@ def spectral_norm(M: NDArray[np.float64]) -> float:
 def spectral_norm_upper(M: NDArray[np.float64]) -> float:
     """Largest singular value, rounded outward by the backward error of the SVD: never below the exact one."""
     value = spectral_norm(M)
-    return value * (1.0 + 8.0 * max(M.shape, default=1) * _EPS)
+    return _known(value * (1.0 + 8.0 * max(M.shape, default=1) * _EPS))
 
 
 def lambda_max_upper(S: NDArray[np.float64]) -> float:
     """Largest eigenvalue of a symmetric matrix, rounded outward by ``8 dim eps ||S||``."""
     s = np.linalg.eigvalsh(symmetrize(S))
-    return float(s[-1] + 8.0 * S.shape[-1] * _EPS * max(abs(s[0]), abs(s[-1])))
+    return _known(float(s[-1] + 8.0 * S.shape[-1] * _EPS * max(abs(s[0]), abs(s[-1]))))
+
+
+def _known(value: float) -> float:
+    """An upper bound of a number of which nothing is known (a nan, from entries that overflow) is inf."""
+    return value if value == value else float("inf")

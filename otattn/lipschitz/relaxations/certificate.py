@@ -190,7 +190,7 @@ def _evaluate(function: DualFunction, name: str, problem: Mapping[str, Any], mul
     try:
         with np.errstate(all="ignore"):
             value = float(function(problem, multipliers))
-    except (LookupError, ArithmeticError, ValueError, TypeError, np.linalg.LinAlgError) as exc:
+    except (LookupError, ArithmeticError, AttributeError, ValueError, TypeError, np.linalg.LinAlgError) as exc:
         raise CertificateError(f"the dual function of {name!r} rejects its multipliers: {exc}") from exc
     if not np.isfinite(value) or value < 0:
         raise CertificateError(f"the multipliers of {name!r} prove no finite bound (their dual value is {value}).")

@@ -52,6 +52,8 @@ Array = NDArray[np.float64]
 
 _CELLS = 60_000
 _MARGIN = 1e-11
+_LARGEST = 1e150
+"""Sums of products of larger multipliers overflow, and a lost term would empty a box that is not."""
 
 
 class _Forms:
@@ -60,7 +62,7 @@ class _Forms:
     def __init__(self, head: UnitHead) -> None:
         d = len(head.A)
         zero, one = np.zeros((d, d)), np.eye(d)
-        self.unit = max(head.a, float(np.linalg.norm(head.c)), 1e-300)
+        self.unit = max(head.a, math.hypot(*head.c), 1e-300)  # a sum of squares underflows
         A, c = head.A / self.unit, head.c[:, None] / self.unit
         G1, G2 = np.hstack([A, zero, c]), np.hstack([zero, A, c])
         D = np.hstack([one, -one, np.zeros((d, 1))])
@@ -76,7 +78,7 @@ class _Forms:
         M = M - sum(wi * part for wi, part in zip(w, self.parts, strict=True))
         # entries are sums of d products of numbers of at most these sizes
         noise = 64.0 * len(M) * float(np.finfo(np.float64).eps) * (10.0 + np.abs(nu).sum() + 4 * abs(tau) + w.sum())
-        return max(0.0, lambda_max_upper(M) + noise)
+        return float(np.maximum(0.0, lambda_max_upper(M) + noise))  # a nan stays one: no bound then
 
     def scaled(self, nu: Array, tau: float, ratio: Array) -> Array:
         """The least ``t * ratio`` that satisfies the inequality."""
@@ -134,6 +136,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     if tau.ndim != 1 or tau.size == 0:
         raise ValueError(f"tau must be a vector, received shape {tau.shape}.")
     nu, w = multiplier(multipliers, "nu", (tau.size, 2)), multiplier(multipliers, "w", (tau.size, 3), sign=True)
+    if max(float(np.abs(part).max()) for part in (nu, tau, w)) > _LARGEST:
+        raise ValueError(f"multipliers must be at most {_LARGEST:g}, received larger ones; drop them from the family.")
     forms = _Forms(head)
     found = _maximum(_Family(forms, nu, tau, w), forms.unit, _reach(head, forms), tol)
     return _bound(found.value, head, forms.unit)
@@ -203,8 +207,21 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
     tol, cuts = (1e-2, 150) if deep else (4e-2, 50)
     forms = _Forms(head)
     reach = _reach(head, forms)
-    starts = np.array([[0.0, 0.0, 0.5, -4.0, 0.0], [0.5, 0.5, 0.0, -4.0, 0.5], [3.0, 3.0, -1.0, -4.0, 0.0]])
+    starts = np.array(
+        [
+            [0.0, 0.0, 0.5, -4.0, 0.0],
+            [0.5, 0.5, 0.0, -4.0, 0.5],
+            [3.0, 3.0, -1.0, -4.0, 0.0],
+            [6.0, 0.0, -1.0, -9.0, 9.0],
+            [-6.0, 0.0, -1.0, -9.0, 9.0],
+        ]
+    )
     members = [_cut(forms, r, b, b, starts[0]) for r in (1.0, 2.0) for b in (0.1 * reach, reach)]
+    for sign in (1.0, -1.0):
+        # for A = -sign I, c = 0, N_1 = 2 |x_2|^2 - 6 sign l_1 - |d|^2 = 2 |x_1|^2 - 2 sign l_1 + |d|^2; no descent finds them
+        for size, tau, ratio in ((6.0, -1.0, [1e-6, 1e-6, 1.0]), (2.0, 1.0, [1e-6, 1.0, 1e-6])):
+            nu = np.array([sign * size, 0.0])
+            members.append((nu, tau, forms.scaled(nu, tau, np.array(ratio))))
     best, stale = math.inf, 0
     for k in range(cuts):
         # the last family that cuts off the worst box so far, from changing starts: the search is not convex in w
@@ -214,7 +231,7 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
         if stale > 8:
             break
         r, b1, b2 = (float(x) for x in found.hi)
-        members += [_cut(forms, r, *one, starts[k % 3]) for one in ((b1, b2), (b2, b1))]
+        members += [_cut(forms, r, *one, starts[k % 5]) for one in ((b1, b2), (b2, b1))]
     family = _Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
     problem = {k: getattr(head, k) for k in ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")}
     found = _maximum(family, forms.unit, reach, tol)
