@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import html
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["Tabular", "dataframe", "html_table"]
 
 
-class Tabular:
+class Tabular(ABC):
     """A result with ``rows()``: gains ``to_dataframe()`` and its table in notebooks."""
 
+    @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """One record a row."""
-        raise NotImplementedError
 
     def to_dataframe(self) -> Any:
         """:meth:`rows` as a pandas DataFrame.

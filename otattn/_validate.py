@@ -132,14 +132,18 @@ def check_order(p: Any) -> float:
     return value
 
 
-def positive(value: Any, name: str, *, zero: bool = False) -> float:
-    """A finite positive (or non-negative) float."""
+def positive(value: Any, name: str, *, zero: bool = False, limit: float = np.inf) -> float:
+    """A finite positive (or non-negative) float, at most ``limit``."""
     try:
         out = float(value)
     except (TypeError, ValueError) as exc:
         raise ValueError(f"{name} must be a number, received {value!r}.") from exc
     if not np.isfinite(out) or out < 0 or (out == 0 and not zero):
         raise ValueError(f"{name} must be finite and {'non-negative' if zero else 'positive'}, received {value!r}.")
+    if out > limit:
+        raise ValueError(
+            f"{name} must be at most {limit:g}, received {value!r}, whose products overflow; rescale the units."
+        )
     return out
 
 

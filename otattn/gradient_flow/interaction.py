@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,11 +46,11 @@ class InteractionEnergy(Energy):
     def dim(self) -> int:
         return len(self.A)
 
-    def _H(self, S: Array) -> Array:
-        raise NotImplementedError
+    @abstractmethod
+    def _H(self, S: Array) -> Array: ...
 
-    def _h(self, S: Array) -> Array:
-        raise NotImplementedError
+    @abstractmethod
+    def _h(self, S: Array) -> Array: ...
 
     def _sides(self) -> list[Array]:
         """A and its transpose, once when they are equal: the logits of x as query and as key."""

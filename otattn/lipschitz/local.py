@@ -18,7 +18,7 @@ from otattn.lipschitz.mixed_norms import mixed_local
 from otattn.measures import Domain
 from otattn.operators import measure_jacobian, top_singular
 
-__all__ = ["LocalLipschitz", "local_lipschitz"]
+__all__ = ["LocalLipschitz", "local_lipschitz", "splitting_part"]
 
 Array = NDArray[np.float64]
 _TOO_LARGE = "the derivative must fit in float64; scale the tokens, A or V down."
@@ -170,7 +170,7 @@ def local_lipschitz(
                 particle, upper = lower, lower + bar
             else:
                 lower, upper, particle, u, v = mixed_local(attention, support, order, generator)
-            splitting = _splitting(attention, support)
+            splitting = splitting_part(attention, support)
     except np.linalg.LinAlgError as exc:
         raise OverflowError(_TOO_LARGE) from exc
     if not np.isfinite([lower, upper, particle, splitting]).all():
@@ -198,7 +198,7 @@ def local_lipschitz(
     )
 
 
-def _splitting(attention: AttentionMap, mu: Measure) -> float:
+def splitting_part(attention: AttentionMap, mu: Measure) -> float:
     """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks."""
     d = mu.dim
     e = d if attention.out_dim is None else attention.out_dim
@@ -212,8 +212,13 @@ def _splitting(attention: AttentionMap, mu: Measure) -> float:
 
 
 def _largest_norm(D: Array, floor: float) -> float:
-    """``max(floor, max_i ||D_i||)``; a matrix whose Frobenius norm is no larger needs no decomposition."""
-    bound = np.linalg.norm(D, axis=(1, 2)) * (1.0 + 1e-12)
+    """``max(floor, max_i ||D_i||)``, of as few decompositions as it takes: ``||D||^2 <= ||D D^T||_F``."""
+    scale = float(np.abs(D).max(initial=0.0))
+    if scale == 0.0:
+        return floor
+    Z = D / scale
+    grams = Z @ np.swapaxes(Z, 1, 2) if D.shape[1] <= D.shape[2] else np.swapaxes(Z, 1, 2) @ Z
+    bound = scale * np.sqrt(np.linalg.norm(grams, axis=(1, 2))) * (1.0 + 1e-12)
     order = np.argsort(-bound, kind="stable")
     for start in range(0, len(order), 8):
         some = order[start : start + 8]

@@ -60,8 +60,7 @@ class Ball(Domain):
     dim_: int | None
 
     def __init__(self, radius: float, dim: int | None = None) -> None:
-        size = check.positive(radius, "radius")
-        object.__setattr__(self, "radius", float(check.moderate(np.array(size), "radius")))
+        object.__setattr__(self, "radius", check.positive(radius, "radius", limit=check.LARGEST))
         object.__setattr__(self, "dim_", None if dim is None else check.count(dim, "dim"))
 
     @property

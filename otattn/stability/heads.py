@@ -9,6 +9,7 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz import bounds
+from otattn.lipschitz.local import splitting_part
 from otattn.lipschitz.rotary_bounds import rotary_row_bound
 from otattn.models.layer import ModelLayer
 from otattn.operators import measure_jacobian, top_singular
@@ -22,7 +23,6 @@ FIELDS = ("particle", "splitting", "radii", "domain_radius", "norms", "gamma", "
 """Names of what :func:`measure_head` gives."""
 REAL = 1e-10
 """Eigenvalues count as real up to this fraction of the largest one."""
-CHUNK = 8
 
 
 def measure_head(
@@ -33,7 +33,7 @@ def measure_head(
     reduced = in_span(head, seen[0])[0]
     spans = [in_span(head, X)[1] for X in seen]
     particle = np.array([[_particle(reduced, z, tol) for z in Z] for Z in spans]).T
-    splitting = np.array([[_splitting(reduced, z) for z in Z] for Z in spans]).T
+    splitting = np.array([[splitting_part(reduced, reduced.as_measure(z)) for z in Z] for Z in spans]).T
     radii = np.stack([np.linalg.norm(X, axis=2).max(axis=1) for X in seen], axis=1)
     upper = [_bounds(reduced, float(R), X.shape[1]) for R, X in zip(radii.max(axis=0), seen, strict=True)]
     ratios = np.zeros(0)
@@ -62,25 +62,6 @@ def measure_head(
 def _particle(head: AttentionMap, tokens: Array, tol: float) -> float:
     """The norm of the Jacobian at tokens of equal weight."""
     return float(top_singular(measure_jacobian(head, tokens), precision="precise", tol=tol, rng=0).value)
-
-
-def _splitting(head: AttentionMap, tokens: Array) -> float:
-    """``max_i ||D_x Gamma(x_i)||``, of as few of the Gram matrices G as it takes: ``lambda_max(G) <= ||G||_F``."""
-    D = head.field_jacobian(tokens, tokens)
-    scale = float(np.abs(D).max())
-    if scale == 0.0:
-        return 0.0
-    D = D / scale
-    grams = D @ np.swapaxes(D, 1, 2) if D.shape[1] <= D.shape[2] else np.swapaxes(D, 1, 2) @ D
-    ceiling = np.linalg.norm(grams, axis=(1, 2))
-    order = np.argsort(ceiling)[::-1]
-    best = 0.0
-    for start in range(0, len(order), CHUNK):
-        part = order[start : start + CHUNK]
-        if ceiling[part[0]] <= best:
-            break
-        best = max(best, float(np.linalg.eigvalsh(grams[part])[:, -1].max()))
-    return scale * float(np.sqrt(best))
 
 
 def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:

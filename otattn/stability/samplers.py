@@ -60,7 +60,7 @@ class uniform_ball_pairs:
     def __post_init__(self) -> None:
         check.count(self.n, "n")
         check.count(self.dim, "dim")
-        check.moderate(np.array(check.positive(self.radius, "radius")), "radius")
+        check.positive(self.radius, "radius", limit=check.LARGEST)
         if self.m is not None:
             check.count(self.m, "m")
 
@@ -92,7 +92,7 @@ class gaussian_pairs:
     def __post_init__(self) -> None:
         check.count(self.n, "n")
         check.count(self.dim, "dim")
-        check.moderate(np.array(check.positive(self.scale, "scale")), "scale")
+        check.positive(self.scale, "scale", limit=check.LARGEST)
 
     @property
     def domain(self) -> None:
@@ -165,7 +165,7 @@ class two_dirac_pairs:
 
     def __post_init__(self) -> None:
         check.count(self.dim, "dim")
-        check.moderate(np.array(check.positive(self.radius, "radius")), "radius")
+        check.positive(self.radius, "radius", limit=check.LARGEST)
         if check.positive(self.min_mass, "min_mass") > 0.5:
             raise ValueError(f"min_mass must lie in (0, 1/2], received {self.min_mass}; choose a smaller one.")
         if self.size is not None:
@@ -212,7 +212,7 @@ class gaussian_measure_pairs:
 
     def __post_init__(self) -> None:
         check.count(self.dim, "dim")
-        check.moderate(np.array(check.positive(self.scale, "scale")), "scale")
+        check.positive(self.scale, "scale", limit=check.LARGEST)
         if self.mean_scale is not None:
             check.positive(self.mean_scale, "mean_scale", zero=True)
         if self.rank is not None and check.count(self.rank, "rank") > self.dim:
@@ -250,7 +250,7 @@ class sequence_pairs:
     def __post_init__(self) -> None:
         check.count(self.n, "n")
         check.count(self.dim, "dim")
-        check.moderate(np.array(check.positive(self.radius, "radius")), "radius")
+        check.positive(self.radius, "radius", limit=check.LARGEST)
 
     @property
     def domain(self) -> Ball:

@@ -87,7 +87,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
             f"{mu.weights.max():g}; give the tokens as an (n, d) array, repeated as often as they occur."
         )
     tokens = check.points(mu.points, "X", dim=heads[0][0].shape[0])
-    radius = float(check.moderate(np.array(check.positive(rho, "rho", zero=True)), "rho"))
+    radius = check.positive(rho, "rho", zero=True, limit=check.LARGEST)
     glob = _global_value(global_bound, tokens, radius)
     A, V, c, x = _on_span(heads, tokens)
     problem = {"A": A, "V": V, "c": c, "X": x, "rho": radius, "causal": causal, "global": glob}
