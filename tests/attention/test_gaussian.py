@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import mpmath as mp
 import numpy as np
 import pytest
 from scipy.linalg import sqrtm
@@ -127,21 +128,35 @@ def test_samples_converge_to_the_closed_form(name: str) -> None:
     assert errors[1] < 0.1
 
 
+def mp_sqrt(M: mp.matrix) -> mp.matrix:
+    """The root of a positive definite matrix by its eigenvectors, at the working precision of mpmath."""
+    s, E = mp.eigsy(M)
+    return E * mp.diag([mp.sqrt(x) for x in s]) * E.T
+
+
+def entropic_plan(A: np.ndarray, S: np.ndarray) -> np.ndarray:
+    """``A^{-1}`` times the coupling of N(0, A S A^T) and N(0, S) against ``S^{-1}`` (Janati et al. 2020, theorem 1).
+
+    The coupling is a difference of two nearly equal matrices for small A: 50 digits leave more than 40 of them.
+    """
+    with mp.workdps(50):
+        form, cov, one = mp.matrix(A.tolist()), mp.matrix(S.tolist()), mp.eye(len(A))
+        root = mp_sqrt(form * cov * form.T)
+        cross = (root * mp_sqrt(4 * root * cov * root + one) * root**-1 - one) / 2
+        plan = (form**-1 * cross).T * cov**-1
+        return np.array([[float(x) for x in row] for row in plan.tolist()])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 def test_sinkhorn_closed_form_against_entropic_transport(seed: int, scale: float) -> None:
-    """Through the inverse of A: entropic transport of N(0, A S A^T) to N(0, S) (Janati et al. 2020, theorem 1)."""
     rng = np.random.default_rng(seed)
-    d = 3
-    A = scale * (rng.standard_normal((d, d)) + 1.5 * np.eye(d))
-    S = covariance(rng, d)
-    G, b = SinkhornAttention(A, np.eye(d)).gaussian_affine(GaussianMeasure(np.zeros(d), S))
-    a = A @ S @ A.T
-    root = np.real(sqrtm(a))
-    cross = 0.5 * root @ np.real(sqrtm(4 * root @ S @ root + np.eye(d))) @ np.linalg.inv(root) - 0.5 * np.eye(d)
-    expected = (np.linalg.inv(A) @ cross).T @ np.linalg.inv(S)
-    # 1e-7: what the inverses leave of the reference at the small scale, where the cross covariance is a difference
-    assert np.allclose(G, expected, rtol=1e-7 / min(scale, 1.0) ** 0.5, atol=1e-7 * np.abs(expected).max())
+    A = scale * (rng.standard_normal((3, 3)) + 1.5 * np.eye(3))
+    S = covariance(rng, 3)
+    G, b = SinkhornAttention(A, np.eye(3)).gaussian_affine(GaussianMeasure(np.zeros(3), S))
+    # the tilted covariance is known to 1e-15 |S| (a dozen roundings of dimension 3), and A multiplies that error
+    size = np.linalg.norm(S, 2) * np.linalg.norm(A, 2)
+    assert np.abs(G - entropic_plan(A, S)).max() <= 2e-14 * size
     assert (b == 0).all()
 
 
