@@ -202,25 +202,32 @@ def cosh(a: Pair) -> Pair:
     return np.maximum(_below(np.cosh(least)), 1.0), _above(np.cosh(most))
 
 
+def _nearby(function: Callable[[Any], Any], a: Pair) -> Pair:
+    """Sine or cosine anywhere: its value at the lower end, give or take the length of the interval."""
+    value, length = function(a[0]), _up(a[1] - a[0])
+    return np.fmax(_below(value) - 2 * EPS - length, -1.0), np.fmin(_above(value) + 2 * EPS + length, 1.0)
+
+
 def cos(a: Pair) -> Pair:
-    """Monotone in the magnitude up to pi, else [-1, 1]; absolutely widened, since relative errors grow at the zeros."""
+    """Monotone in the magnitude up to pi; absolutely widened beyond 1.5, as relative errors grow at the zeros."""
     least, most = magnitudes(a)
-    near = most < 1.5
-    low = _below(np.cos(most)) - np.where(near, 0.0, EPS)
-    high = _above(np.cos(least)) + np.where(near, 0.0, EPS)
-    return np.where(most <= np.pi, np.maximum(low, -1.0), -1.0), np.minimum(np.where(most <= np.pi, high, 1.0), 1.0)
+    far, here = np.where(most < 1.5, 0.0, EPS), most <= np.pi
+    low, high = np.maximum(_below(np.cos(most)) - far, -1.0), np.minimum(_above(np.cos(least)) + far, 1.0)
+    other = (low, high) if here.all() else _nearby(np.cos, a)
+    return np.where(here, low, other[0]), np.where(here, high, other[1])
 
 
 def sin(a: Pair) -> Pair:
-    """Rises up to pi/2 and falls after it on [-pi/2, pi], else [-1, 1]; absolutely widened beyond 1.5."""
+    """On [-pi/2, pi] it rises up to pi/2 and then falls; absolutely widened beyond 1.5."""
     lo, hi = a
     here = (lo >= -np.pi / 2) & (hi <= np.pi)
     ends = np.sin(lo), np.sin(hi)
     far = np.where(hi < 1.5, 0.0, EPS)
-    low, high = _below(np.minimum(*ends)) - far, _above(np.maximum(*ends)) + far
+    low, high = np.maximum(_below(np.minimum(*ends)) - far, -1.0), np.minimum(_above(np.maximum(*ends)) + far, 1.0)
     high = np.where((lo <= HALF_PI_UP) & (hi >= np.pi / 2), 1.0, high)
     low, high = _signed(low, high, lo >= 0, hi <= 0)
-    return np.where(here, np.maximum(low, -1.0), -1.0), np.where(here, np.minimum(high, 1.0), 1.0)
+    other = (low, high) if here.all() else _nearby(np.sin, a)
+    return np.where(here, low, other[0]), np.where(here, high, other[1])
 
 
 def hypot(a: Pair, b: Pair) -> Pair:

@@ -5,7 +5,8 @@ The result holds the exact value of the formula at every choice of real numbers 
 its upper end is a proven upper bound. `otattn.lipschitz._interval_kernels` states the model and proves each operation.
 
 A comparison that the intervals do not decide is a `Truth` which knows both answers. ``np.where`` then returns the hull of
-both branches, and ``if`` raises. Nothing turns an interval into a float silently: take `upper` or `lower`.
+both branches, and ``if`` raises. A part of a formula that meets floats only, ``np.sqrt(2.0) * x``, is rounded as floats
+are: write ``np.sqrt(lift(2.0)) * x`` where the exact root is meant. Nothing turns an interval into a float silently: take `upper` or `lower`.
 """
 
 from __future__ import annotations
