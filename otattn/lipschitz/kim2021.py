@@ -125,8 +125,9 @@ def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None
     Returns
     -------
     Bound
-        kind "lower". For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||``
-        is returned.
+        kind "lower", with the witness: a measure of two or three atoms whose weights are multiples of
+        ``1/n``. For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||`` is
+        returned.
 
     References
     ----------
@@ -158,15 +159,15 @@ def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None
         if norm > best:
             best, direction = norm, u
     u = form.lift(direction)
-    signs = np.zeros(count)
-    signs[: k // 2 if k > 1 else 1], signs[k // 2 if k > 1 else 1 : k] = 1.0, -1.0
     value = down(best)
+    # equal tokens are one atom: n of them would take n rows
+    places, tokens = ([1.0, 0.0], [1, 1]) if count == 2 else ([1.0, -1.0, 0.0], [k // 2, k // 2, count - k])
     return Bound(
         value,
         "lower",
         source,
         domain=domain,
         n=count,
-        witness=DiscreteMeasure(R * signs[:, None] * u),
+        witness=DiscreteMeasure(np.outer(R * np.array(places), u), [m / count for m in tokens]),
         details={"log_value": log(value)},
     )

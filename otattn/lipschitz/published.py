@@ -151,7 +151,9 @@ def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int,
     share = log_sum(0.0, log(count - 1.0) - 2.0 * R * R * gamma)
     log_value = log(factor * float(np.linalg.norm(form.V, 2))) + 0.5 * log(count - 1.0) - share
     points = R * np.stack([form.lift(u), anchor * form.lift(u)])
-    witness = DiscreteMeasure(points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, 1 - 1 / count])
+    witness = DiscreteMeasure(
+        points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, (count - 1) / count]
+    )
     details = {"log_value": log_value, "gamma": gamma}
     source = "castin2024_discrete_lower: [CAP24] section 3"
     return Bound(down(safe_exp(log_value)), "lower", source, domain=Ball(R), n=count, witness=witness, details=details)
