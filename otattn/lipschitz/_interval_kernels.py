@@ -12,7 +12,7 @@ where ``nextafter`` is ten times slower. Below :math:`2^{-1021}` sums of floats 
 widened there by ``nextafter``, and the signs of the factors decide which ends may cross zero.
 
 **Functions of the library.** The vectorised functions of numpy are documented to 4 ulp. They are widened by 18 relative
-:math:`2^{-52}` (more than 16 ulp and the rounding of the widening) and by :math:`2^{-1022}`, which counts code that
+:math:`2^{-52}` (more than 16 ulp and the rounding of the widening) and by :math:`2^{-1021}`, which counts code that
 flushes subnormal results to zero; then clipped to the exact range and sign.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KERNELS", "Pair", "matmul", "power", "repaired", "xlogx"]
+__all__ = ["KERNELS", "Increasing", "Pair", "matmul", "power", "repaired", "xlogx"]
 
 Array = NDArray[np.float64]
 Pair = tuple[Array, Array]
@@ -37,8 +37,8 @@ SMALL = 2.0**-1021
 """Below it a product or quotient may be rounded in the subnormal range."""
 LIBRARY = 18.0 * EPS
 """Relative widening of a function of the library: four times its documented 4 ulp, and two for the widening."""
-TINY = 2.0**-1022
-"""Absolute widening of a function of the library: a flushed subnormal result."""
+TINY = 2.0**-1021
+"""Absolute widening of a function of the library: a result, itself a few ulp off, that was flushed to zero."""
 LARGEST = float(np.finfo(np.float64).max)
 ONE = np.ones(())
 HALF_PI_UP = float(np.nextafter(np.pi / 2, np.inf))  # np.pi / 2 and np.pi are below the exact numbers
@@ -187,7 +187,6 @@ class Increasing:
             low, high = _signed(low, high, lo >= self.root, hi <= self.root)
         if self.domain > -np.inf:
             high = np.where(image == -np.inf, image, high)  # the pole of a logarithm at the end of its domain
-            low = np.where(hi < self.domain, -np.inf, low)
         return repaired(low, high)
 
 
@@ -287,7 +286,7 @@ def _centre(a: Pair) -> Pair:
 def matmul(a: Pair, b: Pair) -> Pair:
     r"""Products of matrices by midpoints and radii (Rump 1999), with the error of the products counted.
 
-    With k summands, in any order and with or without fused operations,
+    With k summands, in any order and with or without fused operations (the conventional products of every BLAS),
     :math:`|fl(A B) - A B| \le \gamma_k |A| |B| + k 2^{-1074}`, :math:`\gamma_k = k u / (1 - k u)`, :math:`u = 2^{-53}`. The
     radius is :math:`|A| r_B + r_A (|B| + r_B) + \gamma_k |A| |B|`. Its three terms are products of non-negative
     matrices, computed with the same relative error, so the factor :math:`1 + (k + 8) 2^{-52}` and the absolute
@@ -303,7 +302,7 @@ def matmul(a: Pair, b: Pair) -> Pair:
         radius = radius + np.matmul(r, _up(np.abs(n) + s))
     radius = radius * (1.0 + (k + 8) * EPS) + (4 * k + 4) * 2.0**-1074
     low, high = repaired(_down(product - radius), _up(product + radius))
-    return (np.maximum(low, 0.0) if np.min(a[0]) >= 0 and np.min(b[0]) >= 0 else low), high
+    return (np.maximum(low, 0.0) if (a[0] >= 0).all() and (b[0] >= 0).all() else low), high
 
 
 KERNELS: dict[str, Callable[..., Pair]] = {

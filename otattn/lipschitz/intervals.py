@@ -6,7 +6,8 @@ its upper end is a proven upper bound. `otattn.lipschitz._interval_kernels` stat
 
 A comparison that the intervals do not decide is a `Truth` which knows both answers. ``np.where`` then returns the hull of
 both branches, and ``if`` raises. A part of a formula that meets floats only, ``np.sqrt(2.0) * x``, is rounded as floats
-are: write ``np.sqrt(lift(2.0)) * x`` where the exact root is meant. Nothing turns an interval into a float silently: take `upper` or `lower`.
+are: write ``np.sqrt(lift(2.0)) * x`` where the exact root is meant. Nothing turns an interval into a float silently: take
+`upper` or `lower`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,18 @@ def _pair(x: Any) -> Pair:
 
 
 class Interval(NDArrayOperatorsMixin):
-    """An array of intervals ``[lo, hi]``; an infinite end is no limit, and a nan becomes the whole line."""
+    """An array of intervals ``[lo, hi]``; an infinite end is no limit, and a nan becomes the whole line.
+
+    `exact` and `between` make one from numbers; the constructor takes two arrays of ends as they are.
+
+    Examples
+    --------
+    >>> x = Interval.between([0.0, 1.0], [0.5, 2.0])
+    >>> bool(np.all(upper(x * x - x) >= [0.0, 2.0]))
+    True
+    >>> np.where(x < 1.5, x, -1.0)
+    Interval([0.0, -1.0], [0.5, 2.0])
+    """
 
     __slots__ = ("hi", "lo")
     __array_priority__ = 1000.0

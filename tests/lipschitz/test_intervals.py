@@ -1,5 +1,6 @@
 """Interval arithmetic holds the exact result (Arb at 200 bits, mpmath, fractions) and is tight."""
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import mpmath
 import numpy as np
 import pytest
 
+from otattn.lipschitz._interval_kernels import KERNELS, Increasing
 from otattn.lipschitz.intervals import Interval, lift, xlogy
 
 LARGEST, LEAST = np.finfo(float).max, 5e-324
@@ -83,6 +85,31 @@ def test_unary_against_arb(name: str, flint: Any) -> None:
     scale = 1.0 if name in ("cos", "sin") else np.abs(value)
     assert ordinary.sum() > 1000
     assert np.all((result.hi - result.lo)[ordinary] <= (1e-14 * scale * np.ones_like(x))[ordinary])
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("name", [name for name in UNARY if name != "sqrt"])
+def test_a_library_with_errors_of_four_ulp_is_enclosed(
+    name: str, sign: float, flint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, method, least = UNARY[name]
+    x = arguments(np.random.default_rng(1), 2000, least)
+    x = np.concatenate([x, [np.pi / 2, 3.0, np.pi, 5.0, 20.0, 700.0]])
+
+    def poor(t: Any) -> Any:
+        v = np.asarray(function(t)) * (1 + sign * 4 * 2.0**-52)
+        if name in ("cos", "sin"):
+            return np.where(np.abs(t) > 1.5, v + sign * 1e-16, v)  # relative errors are larger at the zeros
+        return np.where(np.abs(v) < 2.0**-1022, 0.0, v)  # flushed to zero
+
+    kernel = KERNELS[name]
+    if isinstance(kernel, Increasing):
+        kernel = dataclasses.replace(kernel, function=poor)
+    else:
+        monkeypatch.setattr(np, name, poor)
+    with np.errstate(all="ignore"):
+        result = Interval(*kernel((x, x)))
+    assert violations(result, [getattr(flint.arb(v), method)() for v in x.tolist()], flint.arb) == []
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -234,6 +261,7 @@ def test_edges_of_the_domains() -> None:
         quotient = 1 / Interval.between(0.0, 4.0)
         assert quotient.hi == np.inf
         assert 0.25 * (1 - 1e-15) <= quotient.lo <= 0.25
+        assert -0.25 <= (1 / Interval.between(-4.0, 0.0)).hi <= -0.25 * (1 - 1e-15)
         assert (zero / unit).hi == 0
         assert np.log(zero).hi == -np.inf == np.log(unit).lo
         assert np.log(unit).hi == 0 == np.log(lift(1.0)).lo
@@ -256,55 +284,6 @@ def test_edges_of_the_domains() -> None:
         assert (lift(np.inf) - np.inf).hi == np.inf
         assert np.logaddexp(lift(-np.inf), -np.inf).hi <= -LARGEST
         assert all(f(zero).lo == 0 == f(zero).hi for f in (np.tanh, np.sinh, np.expm1, np.log1p, np.arctan, np.square))
-
-
-@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 2), 2])
-def test_sums_and_products_against_fractions(axis: Any) -> None:
-    rng = np.random.default_rng(9)
-    x = rng.normal(size=(7, 6, 5)) * 10.0 ** rng.integers(-8, 9, (7, 6, 5))
-    exact = np.sum(np.vectorize(Fraction, otypes=[object])(x), axis=axis)
-    for result in (np.sum(lift(x), axis=axis), around(rng, x).sum(axis=axis)):
-        assert result.shape == np.shape(exact)
-        assert violations(result, np.ravel(exact).tolist(), Fraction) == []
-    sums = np.sum(lift(x), axis=axis)
-    assert np.all(sums.hi - sums.lo <= 1e-14 * np.sum(np.abs(x), axis=axis))
-    assert np.sum(lift(x), axis=axis, keepdims=True).shape == np.sum(x, axis=axis, keepdims=True).shape
-    y = rng.uniform(0.5, 2, x.shape)
-    product = np.prod(np.vectorize(Fraction, otypes=[object])(y), axis=axis)
-    assert violations(np.prod(lift(y), axis=axis), np.ravel(product).tolist(), Fraction) == []
-    assert np.max(lift(x), axis=axis).hi.tolist() == np.max(x, axis=axis).tolist()
-
-
-def test_long_sum_counts_its_rounding() -> None:
-    x = np.full(100_001, 0.1)
-    total, exact = np.sum(lift(x)), Fraction(0.1) * 100_001
-    assert Fraction(total.lo.item()) < exact < Fraction(total.hi.item())
-    assert total.hi - total.lo < 1e-10
-    assert np.sum(lift(np.zeros((0, 3))), axis=0).hi.tolist() == [0.0, 0.0, 0.0]
-    assert np.sum(lift(np.zeros(9))).hi == 0
-    assert np.sum(lift([0.1, 0.2]), initial=1.0).hi >= 1.3
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-170, 1e150, 1e-320])
-def test_matmul_against_fractions(scale: float) -> None:
-    rng = np.random.default_rng(4)
-    a, b = rng.normal(size=(6, 40)) * scale, rng.normal(size=(40, 5)) * 10.0 ** rng.integers(-9, 9, (40, 5))
-    b[:, 0] *= scale
-    fractions = np.vectorize(Fraction, otypes=[object])
-    exact = fractions(a).dot(fractions(b))
-    for left, right in ((lift(a), b), (a, lift(b)), (around(rng, a), around(rng, b)), (around(rng, a), b)):
-        assert violations(left @ right, exact.ravel().tolist(), Fraction) == []
-    assert violations(lift(a) @ b[:, 1], exact[:, 1].tolist(), Fraction) == []
-    positive = abs(around(rng, a)) @ abs(around(rng, b))
-    assert violations(positive, fractions(abs(a)).dot(fractions(abs(b))).ravel().tolist(), Fraction) == []
-    assert np.all(positive.lo >= 0)
-    if scale == 1.0:
-        result = lift(a) @ b
-        assert np.all(result.hi - result.lo <= 100 * 2.0**-52 * (np.abs(a) @ np.abs(b)))
-    # the corner of the intervals where every product is greatest
-    wide = Interval.between(a, a + scale), Interval.between(b, b + 1.0)
-    corner = fractions(wide[0].hi).dot(fractions(wide[1].hi))
-    assert violations(wide[0] @ wide[1], corner.ravel().tolist(), Fraction) == []
 
 
 def test_xlogy(flint: Any) -> None:
