@@ -47,6 +47,7 @@ Gaussian measures     Bures-Wasserstein, local                               :mo
 ``kappa = max <g(x), y - x>`` is ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I`` and ``a`` for a skew A. The baselines
 (Castin, Ablin, Peyre 2024; Geshkovski et al. 2023; Kim, Papamakarios, Mnih 2021) are in
 :mod:`~otattn.lipschitz.published`; some of theirs that we could not confirm as quoted are restated there with a proof.
+What they print and what holds, with counterexamples of two lines: :mod:`~otattn.lipschitz.papers`.
 
 **Trust.** Closed forms are rounded outward. A relaxation returns a :class:`~otattn.lipschitz.relaxations.Certificate`:
 multipliers from any solver, the bound recomputed from them in numpy, cells bounded at their corners, never sampled;

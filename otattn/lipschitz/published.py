@@ -11,7 +11,8 @@ The theorems are stated without biases. A query bias (logits ``<A x + c, y>``) i
 ``sqrt(R^2 + r^2)`` holds, for every ``r > 0``. A value bias moves all outputs together and changes no
 constant. The lower bounds refuse a bias.
 
-A value above the largest float is reported as inf; ``details["log_value"]`` is always finite.
+A value above the largest float is reported as inf; ``details["log_value"]`` is always finite. Statements that
+fail as printed are in :mod:`otattn.lipschitz.papers`.
 
 References
 ----------
@@ -31,6 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap
+from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.rounding import down, log, log_sum, safe_exp, up
