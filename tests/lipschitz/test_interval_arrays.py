@@ -31,6 +31,7 @@ def test_truth() -> None:
     assert (below & np.array([True, False, True])).maybe.tolist() == [True, False, False]
     assert (np.array([True, False, True]) | below).sure.tolist() == [True, False, True]
     assert bool(below.any())
+    assert (bool(below[1:].any().sure), bool(below[1:].any().maybe)) == (False, True)
     assert not bool(below.all())
     assert bool(below[0])
     assert not bool(below[2])

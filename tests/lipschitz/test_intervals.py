@@ -299,6 +299,7 @@ def test_xlogy(flint: Any) -> None:
     assert -0.36788 < xlogy(unit, unit).lo < -1 / math.e
     assert xlogy(unit, unit).hi == 0 == xlogy(lift(0.0), 0.0).lo
     assert xlogy(0.0, 0.0) == 0.0
+    assert xlogy(Interval.between(-1e-17, 0.5), Interval.between(0.0, 0.5)).hi == 0
     with pytest.raises(ValueError, match="x >= 0 is required"):
         xlogy(lift(-1.0), 2.0)
 
