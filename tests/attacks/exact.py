@@ -1,0 +1,176 @@
+"""The same definitions in 100 digits: what a violation is confirmed with, so that no rounding of ours is called a violation.
+
+The floats of the map and of the domain are exact numbers here. Plain lists of mpmath numbers; slow, and short.
+"""
+
+from __future__ import annotations
+
+import mpmath as mp
+import numpy as np
+from definitions import Map, orders
+
+DIGITS = 100
+NUDGE = mp.mpf(10) ** -35
+"""Half width of the central difference: its square is the relative error of a derivative."""
+
+
+def digits():
+    """A context with enough digits."""
+    return mp.workdps(DIGITS)
+
+
+def exact(a):
+    """Nested lists of exact numbers."""
+    return [exact(row) for row in a] if np.ndim(a) else mp.mpf(float(a))
+
+
+def times(M, x):
+    return [mp.fsum(a * b for a, b in zip(row, x, strict=True)) for row in M]
+
+
+def inner(x, y):
+    return mp.fsum(a * b for a, b in zip(x, y, strict=True))
+
+
+def norm(x):
+    return mp.sqrt(mp.fsum(a * a for a in x))
+
+
+def minus(x, y):
+    return [a - b for a, b in zip(x, y, strict=True)]
+
+
+def plus(x, y):
+    return [a + b for a, b in zip(x, y, strict=True)]
+
+
+def _turn(z, place, p):
+    r = p["rotary_dim"]
+    out = list(z)
+    for t in range(r // 2):
+        i, j = (2 * t, 2 * t + 1) if p["layout"] == "adjacent" else (t, t + r // 2)
+        # the frequencies are floats of the map
+        angle = place * mp.mpf(float(p["base"] ** (-(2.0 * t) / r)))
+        out[i], out[j] = z[i] * mp.cos(angle) - z[j] * mp.sin(angle), z[i] * mp.sin(angle) + z[j] * mp.cos(angle)
+    return out
+
+
+def _queries(head, x, at, clock):
+    """With logits ``<q_i, k_j>`` (minus the squared distance for L2); x stands at the tokens ``at`` of n."""
+    p = head.par
+    if head.kind == "l2":
+        return [times(exact(p["Q"]), y) for y in x]
+    if head.kind in ("qkv", "rotary"):
+        s = mp.mpf(float(p["scale"]))
+        q = [[s * a for a in plus(times(exact(p["Q"]), y), exact(p["bq"]))] for y in x]
+        return q if head.kind == "qkv" else [_turn(z, _place(p, i, clock), p) for i, z in zip(at, q, strict=True)]
+    q = [times(exact(p["A"]), y) for y in x]
+    return [plus(z, exact(p["c"])) for z in q] if "c" in p else q
+
+
+def _keys(head, X, clock):
+    p = head.par
+    if head.kind == "l2":
+        return [times(exact(p["K"]), y) for y in X]
+    if head.kind in ("qkv", "rotary"):
+        k = [plus(times(exact(p["K"]), y), exact(p["bk"])) for y in X]
+        return k if head.kind == "qkv" else [_turn(z, _place(p, i, clock), p) for i, z in enumerate(k)]
+    return X
+
+
+def _place(p, i, clock):
+    return clock[i] * (len(set(clock)) if p["length"] is None else mp.mpf(float(p["length"])))
+
+
+def _clock(map, n):
+    return [mp.mpf(i + 1) / n for i in range(n)] if map.times is None else exact(map.times)
+
+
+UNNORMALISED = {
+    "linear": lambda s: s,
+    "relu": lambda s: s if s > 0 else mp.mpf(0),
+    "exponential": mp.exp,
+    "sigmoid": lambda s: 1 / (1 + mp.exp(-s)),
+}
+
+
+def weights(map: Map, head, x, at, X, w):
+    """Attention weights of the queries x, a row each; 0 for atoms that are masked (no Sinkhorn)."""
+    clock = _clock(map, len(X))
+    keys, rows = _keys(head, X, clock), []
+    for i, q in zip(at, _queries(head, x, at, clock), strict=True):
+        seen = [j for j in range(len(X)) if not map.causal or clock[j] <= clock[i]]
+        if head.kind == "l2":
+            s = [-mp.fsum(a * a for a in minus(q, keys[j])) for j in seen]
+        else:
+            s = [inner(q, keys[j]) for j in seen]
+        if head.kind in UNNORMALISED:
+            P = [w[j] * UNNORMALISED[head.kind](a) for j, a in zip(seen, s, strict=True)]
+        else:
+            top = max(s)
+            P = [w[j] * mp.exp(a - top) for j, a in zip(seen, s, strict=True)]
+            total = mp.fsum(P)
+            P = [a / total for a in P]
+        row = dict(zip(seen, P, strict=True))
+        rows.append([row.get(j, mp.mpf(0)) for j in range(len(X))])
+    return rows
+
+
+def gamma(map: Map, x, at, X, w):
+    """``Gamma_mu`` at the rows of x, which stand at the tokens ``at``; all lists of exact numbers."""
+    out = [[mp.mpf(0)] * len(map.heads[0].values) for _ in x]
+    for head in map.heads:
+        values = X
+        for M in (head.par["V"], *head.outputs):
+            values = [times(exact(M), y) for y in values]
+        for i, P in enumerate(weights(map, head, x, at, X, w)):
+            out[i] = [a + mp.fsum(p * values[j][c] for j, p in enumerate(P)) for c, a in enumerate(out[i])]
+    return out
+
+
+def image(map: Map, X, w):
+    """``f(X)``."""
+    return gamma(map, X, range(len(X)), X, w)
+
+
+def masses(w):
+    """Floats that are proportional to weights, as weights of sum one."""
+    w = exact(w)
+    total = mp.fsum(w)
+    return [a / total for a in w]
+
+
+def mean_norm(rows, w, p):
+    sizes = [norm(r) for r in rows]
+    if np.isinf(p):
+        return max(sizes)
+    p = mp.mpf(float(p))
+    return mp.fsum(a * s**p for a, s in zip(w, sizes, strict=True)) ** (1 / p)
+
+
+def stretch(map: Map, X, w, eps, p):
+    """``||D f eps|| / ||eps||`` in ``L^p(w)``: never above the constant of the map; X, w exact, eps floats."""
+    eps = exact(np.asarray(eps) / np.abs(eps).max())
+    ends = [
+        image(map, [[a + s * NUDGE * b for a, b in zip(x, e, strict=True)] for x, e in zip(X, eps, strict=True)], w)
+        for s in (1, -1)
+    ]
+    moved = [[c / (2 * NUDGE) for c in minus(a, b)] for a, b in zip(*ends, strict=True)]
+    return mean_norm(moved, w, p) / mean_norm(eps, w, p)
+
+
+def field_stretch(map: Map, i, X, w, u):
+    """``|D_x Gamma_mu(x_i) u| / |u|`` for floats u."""
+    u = exact(u)
+    ends = [gamma(map, [[a + s * NUDGE * b for a, b in zip(X[i], u, strict=True)]], [i], X, w)[0] for s in (1, -1)]
+    return norm(minus(*ends)) / (2 * NUDGE * norm(u))
+
+
+def distance(X, Y, p, causal=False):
+    """``W_p`` between n equal atoms, by all permutations."""
+    n = len(X)
+    D = [[norm(minus(x, y)) for y in Y] for x in X]
+    if np.isinf(p):
+        return min(max(D[i][s[i]] for i in range(n)) for s in orders(n, causal))
+    p = mp.mpf(float(p))
+    return min(mp.fsum(D[i][s[i]] ** p for i in range(n)) / n for s in orders(n, causal)) ** (1 / p)

@@ -1,0 +1,129 @@
+"""What the library promises, collected from its public namespaces, and who attacks it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from lower import LOWER
+from measured import MEASURED, nearly_equal
+from outcomes import Outcome
+from quantities import QUANTITIES
+from scalars import SCALARS, cancelling
+from transports import TRANSPORTS
+from upper import UPPER, several_heads
+
+import otattn as oa
+from otattn import lipschitz
+
+ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
+    UPPER | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
+)
+
+PROMISE = re.compile(
+    r"\b(proven|proved|certif\w+|never (below|above)|(upper|lower) bounds?|outward|cannot exceed)\b", re.I
+)
+RESULTS = re.compile(
+    r"Bound|Certificate|Enclosure|Transport|OptimalPlan|StabilityRatio|StabilityStudy|Sweep|FlowStability"
+)
+"""Return types that hold a proven or certified value."""
+SPACES = {"": oa, "bounds.": oa.bounds, "relaxations.": oa.relaxations, "lipschitz.": lipschitz}
+
+NO_PROMISE = {
+    "fit_exponent": "a least squares fit",
+    "real_against_adversarial": "a table of local_lipschitz at tokens of adversarial_tokens",
+    "mean_field_limit": "distances to a Gaussian flow by Gelbrich's formula, averaged over samples",
+    "measure_layers": "a table of local_lipschitz, bounds.table and bounds.castin2024_discrete, layer by layer",
+}
+"""Functions that the rule below collects and that promise nothing of their own."""
+
+
+def public_functions() -> dict[str, Any]:
+    """Public functions by their shortest dotted name."""
+    found: dict[str, Any] = {}
+    for prefix, space in SPACES.items():
+        for name in space.__all__:
+            member = getattr(space, name)
+            if inspect.isfunction(member):
+                short = "" if prefix == "lipschitz." else prefix
+                found.setdefault(short + name, member)
+    return found
+
+
+def promises(name: str, function: Any) -> bool:
+    """All of ``bounds``, ``relaxations`` and ``lipschitz``; elsewhere a result that holds a proven value, or the word for it."""
+    if name.startswith(("bounds.", "relaxations.")) or name in lipschitz.__all__:
+        return True
+    annotation = str(inspect.signature(function).return_annotation)
+    result = getattr(oa, annotation, None)
+    texts = [inspect.getdoc(function) or "", (inspect.getdoc(result) or "") if inspect.isclass(result) else ""]
+    return bool(RESULTS.search(annotation)) or any(PROMISE.search(text) for text in texts)
+
+
+def public_methods() -> set[str]:
+    """Methods of public classes whose docstring promises a bound, by the class that first defines them."""
+    found = set()
+    for name in oa.__all__:
+        cls = getattr(oa, name)
+        if not inspect.isclass(cls):
+            continue
+        for key, member in inspect.getmembers(cls):
+            function = member.fget if isinstance(member, property) else member
+            if key.startswith("_") or not inspect.isfunction(function):
+                continue
+            if PROMISE.search(inspect.getdoc(getattr(cls, key)) or ""):
+                owner = next(c for c in reversed(cls.__mro__) if key in vars(c))
+                found.add(f"{owner.__name__}.{key}")
+    return found
+
+
+METHODS = {
+    "Domain.max_affine_norm": "Domain.max_affine_norm",
+    "Domain.max_norm": "Domain.max_affine_norm",
+    "StabilityStudy.lower_bound": "stability_study",
+    "StabilityRatio.verify": "stability_ratio",
+    "Enclosure.ratio": "enclose_lipschitz",
+    "Tabular.rows": "sweep",
+}
+"""Which attack covers a method that promises."""
+
+
+def promised() -> set[str]:
+    """The names that must be attacked."""
+    return {name for name, function in public_functions().items() if promises(name, function)} - set(NO_PROMISE)
+
+
+VARIANTS: dict[str, Callable[[np.random.Generator], Outcome]] = {
+    "lipschitz_upper_bound, several heads": several_heads,
+    "stability_ratio, nearly equal tokens": nearly_equal,
+    "Domain.max_affine_norm, offsets that cancel": cancelling,
+}
+"""Further attacks on functions of which one kind of problem deserves its own count."""
+
+RUNS = {
+    "Domain.max_affine_norm, offsets that cancel": 300,
+    "stability_ratio, nearly equal tokens": 300,
+    "relaxations.joint": 3,
+    "relaxations.mean_field": 4,
+    "relaxations.pair": 1,
+    "relaxations.psd": 1,
+    "relaxations.self_entropy": 15,
+    "relaxations.row_constant": 15,
+    "relaxations.kappa": 20,
+    "relaxations.interval_simplex": 20,
+    "lipschitz_upper_bound": 5,
+    "lipschitz_upper_bound, several heads": 16,
+    "lipschitz_lower_bound": 5,
+    "adversarial_tokens": 3,
+    "enclose_lipschitz": 2,
+    "enclosure_table": 1,
+    "flow_stability": 8,
+    "radius_bound": 8,
+    "stability_study": 12,
+    "sweep": 12,
+}
+"""Attacks of the fast test on functions that are slow themselves; others are attacked 40 times."""
+OTHERS = 40
