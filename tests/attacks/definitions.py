@@ -38,22 +38,22 @@ class Head:
     par: dict[str, Any]
     outputs: tuple[np.ndarray, ...] = ()
 
-    @property
-    def values(self) -> np.ndarray:
-        """The total value matrix."""
-        V = self.par["V"]
+    def values(self, X):
+        """What the weights average; a value bias is part of it (only normalised heads have one)."""
+        Y = X @ self.par["V"].T + self.par.get("b", 0.0)
         for W in self.outputs:
-            V = W @ V
-        return V
+            Y = Y @ W.T
+        return Y
 
 
 @dataclass(frozen=True)
 class Map:
-    """A sum of heads, with or without a causal mask; value biases change no distance and are left out."""
+    """A sum of heads and a bias, with or without a causal mask."""
 
     heads: tuple[Head, ...]
     causal: bool = False
     times: tuple[float, ...] | None = None
+    bias: tuple[float, ...] | None = None
 
     @property
     def ordered(self) -> bool:
@@ -133,10 +133,10 @@ def weights(map: Map, head: Head, x, at, X, w, potential=None):
 
 def gamma(map: Map, x, at, X, w, potentials=None):
     """``Gamma_mu`` at x: ``(B, m, e)``."""
-    total = 0.0
+    total = 0.0 if map.bias is None else np.array(map.bias)
     for k, head in enumerate(map.heads):
         P = weights(map, head, x, at, X, w, None if potentials is None else potentials[k])
-        total = total + np.einsum("bij,bje->bie", P, X @ head.values.T)
+        total = total + np.einsum("bij,bje->bie", P, head.values(X))
     return total
 
 

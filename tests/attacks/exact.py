@@ -118,13 +118,16 @@ def weights(map: Map, head, x, at, X, w):
 
 def gamma(map: Map, x, at, X, w):
     """``Gamma_mu`` at the rows of x, which stand at the tokens ``at``; all lists of exact numbers."""
-    out = [[mp.mpf(0)] * len(map.heads[0].values) for _ in x]
+    out = [[] if map.bias is None else exact(map.bias) for _ in x]
     for head in map.heads:
-        values = X
-        for M in (head.par["V"], *head.outputs):
+        values = [times(exact(head.par["V"]), y) for y in X]
+        if "b" in head.par:
+            values = [plus(y, exact(head.par["b"])) for y in values]
+        for M in head.outputs:
             values = [times(exact(M), y) for y in values]
         for i, P in enumerate(weights(map, head, x, at, X, w)):
-            out[i] = [a + mp.fsum(p * values[j][c] for j, p in enumerate(P)) for c, a in enumerate(out[i])]
+            mean = [mp.fsum(p * v for p, v in zip(P, column, strict=True)) for column in zip(*values, strict=True)]
+            out[i] = plus(out[i], mean) if out[i] else mean
     return out
 
 

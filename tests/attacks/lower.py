@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from definitions import Map, field_jacobian, jacobian, logits, operator_norm
+from definitions import field_jacobian, jacobian, logits, operator_norm
 from outcomes import Outcome, Refused, asked, attempt
 from problems import ALL, SOFTMAX, Problem, measure, problem
 from upper import SEVERAL, SMALL, below
@@ -39,7 +39,7 @@ def at_witness(q: Problem, witness: Any, n: int | None, p: float) -> float:
     elif n <= EXPAND and times is None:
         counts = np.rint(w * n).astype(int)
         X, w = np.repeat(X, counts, axis=0), np.full(counts.sum(), 1.0 / counts.sum())
-    map = Map(q.map.heads, q.map.causal, None if times is None else tuple(times))
+    map = replace(q.map, times=None if times is None else tuple(times))
     value, _ = operator_norm(jacobian(map, X[None], w[None]), w[None], p, rounds=200)
     if n is not None and n > EXPAND and times is None:
         fields = field_jacobian(map, X[None], np.arange(len(X)), X[None], w[None])

@@ -13,7 +13,7 @@ from definitions import distance as float_distance
 from exact import digits, distance, exact, masses
 from exact import image as exact_image
 from lower import at_witness
-from outcomes import NOISE, Outcome, Refused, asked, attempt, outcome
+from outcomes import NOISE, Outcome, asked, attempt, outcome
 from problems import SOFTMAX, Problem, measure, problem
 from regions import ball
 from transports import ORDERS
@@ -52,8 +52,8 @@ def nearly_equal(rng: np.random.Generator) -> Outcome:
         n, d, e = (int(k) for k in rng.integers(1, 4, 3))
         V = rng.integers(-3, 4, (e, d)).astype(float) if rng.random() < 0.5 else rng.standard_normal((e, d))
         X = np.round(rng.standard_normal((n, d)), 1)
-        A = rng.standard_normal((d, d)) * 10 ** rng.uniform(-1, 1) * (rng.random() < 0.4)
-        if d > 1 and rng.random() < 0.6:  # tokens in the kernel of one row of values
+        A = rng.standard_normal((d, d)) * 10 ** rng.uniform(-1, 1) * (rng.random() < 0.3)
+        if d > 1 and rng.random() < 0.8:  # tokens in the kernel of one row of values
             V = V[:1]
             kernel = np.eye(d) - np.outer(V[0], V[0]) / max(V[0] @ V[0], 1e-9)
             X = np.outer(rng.integers(1, 20, n) / 2.0, kernel[rng.integers(d)])
@@ -61,7 +61,7 @@ def nearly_equal(rng: np.random.Generator) -> Outcome:
         q = Problem(
             Map((head,)), oa.SoftmaxAttention(A, V), ball(20.0, d), n, n, float(rng.choice([2.0, 2.0, 1.0, np.inf]))
         )
-    return certified(q, X, X + rng.standard_normal(X.shape) * 10.0 ** rng.uniform(-16, -8))
+    return certified(q, X, X + rng.standard_normal(X.shape) * 10.0 ** rng.uniform(-16, rng.choice([-14, -8])))
 
 
 def certified(q: Problem, X: Any, Y: Any) -> Outcome:
@@ -124,7 +124,7 @@ def flows(rng: np.random.Generator) -> Outcome:
     """Gronwall's bounds and the radius bound along flows of our own integrator."""
     name, heads = "flow_stability", bool(rng.random() < 0.3)
     kinds = (*SOFTMAX, "l2", "sigmoid") if heads else (*SOFTMAX, "l2", "sigmoid", "rotary")
-    q = problem(rng, kinds=kinds, heads=heads, masked=None, any_measure=False, sizes=(1, 2, 3))
+    q = problem(rng, kinds=kinds, heads=heads, masked=None, any_measure=False, sizes=(1, 2, 3), square=True)
     X = q.region.points(rng.standard_normal((q.n, q.region.size)))
     X = X / max(float(np.abs(X).max()), 1e-9)
     Y = X + 0.3 * rng.standard_normal(X.shape)
@@ -132,14 +132,10 @@ def flows(rng: np.random.Generator) -> Outcome:
     times = np.linspace(0, min(1.0, 1.0 / max(speed, 1e-9)), 5)
 
     def body() -> Outcome:
-        if len(q.map.heads[0].values) != q.map.dim:
-            raise Refused("no flow: the values have another dimension")
         found = asked(lambda: oa.flow_stability(q.ours, X, Y, t_span=(0.0, times[-1]), t_eval=times, p=2))
         w = np.full(q.n, 1.0 / q.n)
         tracks = [runge_kutta(q, Z, w, times) for Z in (X, Y)]
-        faults, biased = [], any(getattr(h, "value_bias", None) is not None for h in _heads(q.ours))
-        if biased:
-            raise Refused("value biases move the tokens")
+        faults = []
         radii = np.linalg.norm(np.array(tracks), axis=-1).max((0, 2))
         far = np.array([float_distance(a, b, 2.0, q.map.ordered) for a, b in zip(*tracks, strict=True)])
         for key, bound in found.log_bounds.items():
@@ -153,13 +149,6 @@ def flows(rng: np.random.Generator) -> Outcome:
         return outcome(name, q.kind, faults, (q, X.tolist(), Y.tolist(), times.tolist()), 2)
 
     return attempt(name, body, q.kind, (q, X.tolist(), Y.tolist()))
-
-
-def _heads(ours: Any) -> list[Any]:
-    inner = getattr(ours, "attention", None)
-    if inner is not None:
-        return _heads(inner)
-    return [ours, *(h for part in getattr(ours, "heads", ()) for h in _heads(part))]
 
 
 def gaussian(rng: np.random.Generator) -> Outcome:

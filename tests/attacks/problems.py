@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ CLASSES = {
     "exponential": oa.ExponentialAttention,
     "sigmoid": oa.SigmoidAttention,
 }
-ORDERS = (2.0, 2.0, 2.0, 1.0, 1.5, 3.0, np.inf)
+ORDERS = (2.0, 2.0, 2.0, 1.0, 1.5, 3.0, 8.0, np.inf)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def head(rng, kind, d, e, reach, forms=None, plain=False):
             (rng.random() < 0.35 and not plain) * 3 * rng.standard_normal(d) / max(reach, 1e-12),
         )
         ours = oa.SoftmaxAttention(A, V, bias=c if c.any() else None, **bias)
-        return ours, Head(kind, {"A": A, "V": V, "c": c})
+        return ours, Head(kind, {"A": A, "V": V, "c": c, "b": bias.get("value_bias", np.zeros(e))})
     if kind in ("qkv", "rotary"):
         return _factors(rng, kind, V, d, reach, bias)
     if kind == "l2":
@@ -112,7 +112,7 @@ def _factors(rng, kind, V, d, reach, bias):
         K = rng.choice([-1.0, 1.0]) * Q
     bq, bk = (rng.standard_normal(k) * (rng.random() < 0.4) for _ in "qk")
     scale = float(rng.choice([-1.0, 1.0]) * 10 ** rng.uniform(-1.5, 1.3))
-    par = {"Q": Q, "K": K, "V": V, "bq": bq, "bk": bk, "scale": scale}
+    par = {"Q": Q, "K": K, "V": V, "bq": bq, "bk": bk, "scale": scale, "b": bias.get("value_bias", np.zeros(len(V)))}
     given = {"scale": scale, "query_bias": bq if bq.any() else None, "key_bias": bk if bk.any() else None, **bias}
     if kind == "qkv":
         return oa.SoftmaxAttention.from_qkv(Q, K, V, **given), Head(kind, par)
@@ -125,29 +125,31 @@ def _factors(rng, kind, V, d, reach, bias):
     return ours, Head(kind, par)
 
 
-def several(rng, kinds, d, e, reach, causal):
+def several(rng, kinds, d, e, reach, causal, square):
     """A sum of heads: with outputs or without, masked head by head, or nested in another sum."""
     names = [str(rng.choice(kinds)) for _ in range(int(rng.integers(1, 4)))]
     pairs = [head(rng, kind, d, e, reach) for kind in names]
     ours, heads = [h for h, _ in pairs], [h for _, h in pairs]
     inside = causal and rng.random() < 0.3
+    nested = not inside and rng.random() < 0.25
     ours = [oa.MaskedAttention(h) for h in ours] if inside else ours
-    out = e
+    out, bias = e, None
     if rng.random() < 0.6:
-        out = int(rng.integers(1, 4))
+        out = d if square else int(rng.integers(1, 4))
         W = [rng.standard_normal((out, e)) * 10 ** rng.uniform(-1, 1) for _ in ours]
-        whole = oa.MultiHeadAttention(ours, W, output_bias=rng.standard_normal(out))
+        bias = None if nested or rng.random() < 0.5 else rng.standard_normal(out)
+        whole = oa.MultiHeadAttention(ours, W, output_bias=bias)
         heads = [Head(h.kind, h.par, (M,)) for h, M in zip(heads, W, strict=True)]
     else:
         whole = oa.MultiHeadAttention(ours)
-    if rng.random() < 0.25 and not inside:
+    if nested:
         more, definition = head(rng, str(rng.choice(kinds)), d, out, reach)
-        M = [rng.standard_normal((2, out)) for _ in "ab"]
+        M = [rng.standard_normal((d if square else 2, out)) for _ in "ab"]
         whole = oa.MultiHeadAttention([whole, more], M)
-        heads = [Head(h.kind, h.par, (*h.outputs, M[0])) for h in heads] + [
-            Head(definition.kind, definition.par, (M[1],))
-        ]
-    return (oa.MaskedAttention(whole) if causal and not inside else whole), Map(tuple(heads), causal)
+        heads = [Head(h.kind, h.par, (*h.outputs, M[0])) for h in heads]
+        heads.append(Head(definition.kind, definition.par, (M[1],)))
+    whole = oa.MaskedAttention(whole) if causal and not inside else whole
+    return whole, Map(tuple(heads), causal, bias=None if bias is None else tuple(bias))
 
 
 def problem(
@@ -160,18 +162,20 @@ def problem(
     any_measure: bool | None = None,
     orders: Sequence[float] = (2.0,),
     sizes: Sequence[int] = (1, 2, 2, 3, 3, 4, 6),
-    dims: Sequence[int] = (1, 1, 2, 2, 3),
+    dims: Sequence[int] = (1, 1, 2, 2, 3, 4),
     forms: Sequence[int] | None = None,
     plain: bool = False,
+    square: bool = False,
 ) -> Problem:
-    """``masked`` and ``any_measure``: None for either; ``plain``: without query biases."""
-    d, e = int(rng.choice(dims)), int(rng.integers(1, 4))
+    """``masked``, ``any_measure``: None for either; ``plain``: no query biases; ``square``: values of the tokens' dimension."""
+    d = int(rng.choice(dims))
+    e = d if square else int(rng.integers(1, 4))
     where = region(rng, d) if regions is None else region(rng, d, regions)
     reach = float(np.linalg.norm(where.points(3 * rng.standard_normal((64, 1, where.size))), axis=-1).max())
     reach = reach if reach > 0 else 1.0
     causal = bool(rng.random() < 0.4) if masked is None else masked
     if heads:
-        ours, definition = several(rng, kinds, d, e, reach, causal)
+        ours, definition = several(rng, kinds, d, e, reach, causal, square)
     else:
         ours, one = head(rng, str(rng.choice(kinds)), d, e, reach, forms, plain)
         causal = ours.masked if one.kind == "rotary" else causal and one.kind != "sinkhorn"
@@ -180,7 +184,7 @@ def problem(
     atoms = int(rng.choice(sizes))
     free = bool(rng.random() < 0.35) if any_measure is None else any_measure
     if free and causal and rng.random() < 0.5:  # several atoms at one time
-        definition = Map(definition.heads, True, tuple(np.sort(rng.integers(1, 3, atoms)) / 4.0))
+        definition = replace(definition, times=tuple(np.sort(rng.integers(1, 3, atoms)) / 4.0))
     return Problem(definition, ours, where, None if free else atoms, atoms, float(rng.choice(orders)))
 
 

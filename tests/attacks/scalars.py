@@ -9,7 +9,7 @@ import numpy as np
 from ascent import ascend
 from exact import exact, norm, plus, times
 from outcomes import Outcome, Refused, asked, attempt, settled
-from regions import region
+from regions import Region, region
 
 import otattn as oa
 
@@ -145,19 +145,31 @@ def density(rng: np.random.Generator) -> Outcome:
 
 
 def cancelling(rng: np.random.Generator) -> Outcome:
-    """Affine maps whose offset takes the centre of the domain to zero, or to what rounding leaves of it."""
-    return affine_norm(rng, cancel=True)
+    """Small domains far out, and affine maps whose offset takes their centre to what rounding leaves of zero."""
+    d = int(rng.integers(1, 4))
+    centre, size = rng.standard_normal(d) * 10 ** rng.uniform(0, 6), 10 ** rng.uniform(-17, -9) * rng.integers(2)
+    if rng.random() < 0.5:
+        lower, upper = centre - size, centre + size
+        where = Region("box", {"lower": lower, "upper": upper}, d, oa.Box(lower, upper))
+    else:
+        E = size * rng.standard_normal((d, d))
+        where = Region("ellipsoid", {"shape": E, "center": centre}, d, oa.Ellipsoid(E, centre))
+    M = rng.standard_normal((int(rng.integers(1, 4)), d))
+    return _norm_attacked(rng, where, M, -M @ where.domain.center, False, always=True)
 
 
-def affine_norm(rng: np.random.Generator, *, cancel: bool = False) -> Outcome:
+def affine_norm(rng: np.random.Generator) -> Outcome:
     """``Domain.max_affine_norm`` and ``max_norm``: the norm of an affine image of a point, climbed."""
-    name, d = "Domain.max_affine_norm", int(rng.integers(1, 4))
+    d = int(rng.integers(1, 4))
     where = region(rng, d)
-    plain = rng.random() < 0.3 and where.kind != "ball" and not cancel
+    plain = rng.random() < 0.3 and where.kind != "ball"
     M = np.eye(d) if plain else rng.standard_normal((int(rng.integers(1, 4)), d)) * 10 ** rng.uniform(-3, 3)
     c = 0 * M[:, 0] if plain or rng.random() < 0.4 else rng.standard_normal(len(M)) * 10 ** rng.uniform(-3, 3)
-    if cancel and where.kind in ("ellipsoid", "box"):
-        c = -M @ where.domain.center
+    return _norm_attacked(rng, where, M, c, plain)
+
+
+def _norm_attacked(rng, where: Region, M, c, plain: bool, *, always: bool = False) -> Outcome:
+    name = "Domain.max_affine_norm"
     bound = where.domain.max_norm if plain else where.domain.max_affine_norm(M, c)
 
     def value(t):
@@ -172,6 +184,8 @@ def affine_norm(rng: np.random.Generator, *, cancel: bool = False) -> Outcome:
     def sure():
         return norm(plus(times(exact(M), where.exact(best[None])[0]), exact(c)))
 
+    reached = float(np.exp(value(best[None])[0]))
+    reached = max(reached, bound, 1e-300) if always else reached  # floats cannot tell: settle it in any case
     about = (
         where.kind,
         {k: np.asarray(v).tolist() for k, v in where.par.items()},
@@ -179,7 +193,7 @@ def affine_norm(rng: np.random.Generator, *, cancel: bool = False) -> Outcome:
         c.tolist(),
         best.tolist(),
     )
-    return settled(name, where.kind, bound, float(np.exp(value(best[None])[0])), 25, sure, about)
+    return settled(name, where.kind, bound, reached, 25, sure, about)
 
 
 SCALARS: dict[str, Callable[[np.random.Generator], Outcome]] = {

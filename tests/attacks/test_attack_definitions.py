@@ -38,11 +38,7 @@ def test_floats_agree_with_many_digits_and_with_the_library(kind: str, heads: bo
             true = np.array([[float(c) for c in row] for row in exact_image(q.map, exact(X), masses(w))])
         size = np.abs(ours).max() + 1e-300
         np.testing.assert_allclose(ours, true, rtol=0, atol=1e-9 * size)
-        library = q.ours.pushforward(measure(q, X, w)).points
-        shift = library - ours  # value biases
-        np.testing.assert_allclose(
-            shift, np.broadcast_to(shift[:1], shift.shape), rtol=0, atol=1e-9 * (size + np.abs(shift).max())
-        )
+        np.testing.assert_allclose(q.ours.pushforward(measure(q, X, w)).points, ours, rtol=0, atol=1e-9 * size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +72,7 @@ def test_norms_are_attained_and_not_beaten_by_random_directions(p: float) -> Non
     value, eps = operator_norm(J, w, p, rounds=100)
     attained = mean_norm(np.einsum("biejd,bjd->bie", J, eps), w, p) / mean_norm(eps, w, p)
     np.testing.assert_allclose(attained, value, rtol=1e-9)
-    many = rng.standard_normal((20_000, 4, 3, 2))
+    many = rng.standard_normal((5000, 4, 3, 2))
     for some in many:
         reached = mean_norm(np.einsum("biejd,bjd->bie", J, some), w, p) / mean_norm(some, w, p)
         assert (reached <= value * (1 + 1e-9)).all()
@@ -129,8 +125,7 @@ def lowered(function, factor):
 def test_attacks_find_what_is_false(function, factor: float, draw) -> None:
     run = attack("lowered", lowered(function, factor), **{"kinds": SOFTMAX, **draw})
     rng = np.random.default_rng(8)
-    outcomes = [run(rng) for _ in range(60)]
-    assert any(o.state == "violated" and o.share > 1 for o in outcomes)
+    assert any(o.state == "violated" and o.share > 1 for o in (run(rng) for _ in range(100)))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +141,7 @@ def test_attacks_find_what_is_false(function, factor: float, draw) -> None:
 def test_proven_quantities_are_nearly_attained(name: str) -> None:
     """An attack that reached little would prove little."""
     rng = np.random.default_rng(9)
-    assert max(QUANTITIES[name](rng).share for _ in range(40)) > 0.999
+    assert any(QUANTITIES[name](rng).share > 0.99 for _ in range(100))
 
 
 def test_exact_local_constants_exceed_by_nothing() -> None:

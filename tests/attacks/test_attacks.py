@@ -17,6 +17,8 @@ from registry import (
     public_methods,
 )
 
+import otattn as oa
+
 ALL = ATTACKERS | VARIANTS
 LONGER = 8
 """How many times more the slow test attacks."""
@@ -59,3 +61,15 @@ def test_what_is_promised_is_attacked() -> None:
     functions = public_functions()
     assert all(promises(name, functions[name]) for name in NO_PROMISE)
     assert set(RUNS) <= set(ALL)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, None])
+@pytest.mark.parametrize("sign", [0.0, 1.0, -1.0])
+def test_one_dimension_and_zero_matrices(n, sign: float) -> None:
+    """The corners with every theorem switched on; one token has the constant of V."""
+    for V in ([[1.0]], [[0.0]], [[1.0], [2.0]]):
+        attention = oa.SoftmaxAttention([[4.0 * sign]], V)
+        found = oa.enclose_lipschitz(attention, radius=1.0, n=n)
+        assert found.lower.value <= found.upper.value
+        if n == 1:
+            assert found.upper.value == pytest.approx(np.linalg.norm(V, 2), rel=1e-9)
