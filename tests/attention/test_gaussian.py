@@ -5,7 +5,6 @@ from collections.abc import Callable
 import mpmath as mp
 import numpy as np
 import pytest
-from scipy.linalg import sqrtm
 
 from otattn.attention import (
     MLP,
@@ -128,6 +127,10 @@ def test_samples_converge_to_the_closed_form(name: str) -> None:
     assert errors[1] < 0.1
 
 
+def floats(M: mp.matrix) -> np.ndarray:
+    return np.array([[float(x) for x in row] for row in M.tolist()])
+
+
 def mp_sqrt(M: mp.matrix) -> mp.matrix:
     """The root of a positive definite matrix by its eigenvectors, at the working precision of mpmath."""
     s, E = mp.eigsy(M)
@@ -143,8 +146,7 @@ def entropic_plan(A: np.ndarray, S: np.ndarray) -> np.ndarray:
         form, cov, one = mp.matrix(A.tolist()), mp.matrix(S.tolist()), mp.eye(len(A))
         root = mp_sqrt(form * cov * form.T)
         cross = (root * mp_sqrt(4 * root * cov * root + one) * root**-1 - one) / 2
-        plan = (form**-1 * cross).T * cov**-1
-        return np.array([[float(x) for x in row] for row in plan.tolist()])
+        return floats((form**-1 * cross).T * cov**-1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -184,10 +186,12 @@ def test_sinkhorn_keeps_the_mean_and_matches_the_symmetric_form() -> None:
     gaussian = GaussianMeasure(mean, S)
     G, b = SinkhornAttention(A, V).gaussian_affine(gaussian)
     assert np.allclose(G @ mean + b, V @ mean, rtol=1e-13, atol=1e-14)
-    root = np.real(sqrtm(S))
-    U, s, Wt = np.linalg.svd(root @ A @ root)
-    M = (U * (2 * s / (1 + np.sqrt(1 + 4 * s**2)))) @ Wt
-    assert np.allclose(G, V @ root @ M @ np.linalg.inv(root), rtol=1e-10, atol=1e-12)
+    with mp.workdps(50):
+        root = mp_sqrt(mp.matrix(S.tolist()))
+        U, s, Wt = mp.svd_r(root * mp.matrix(A.tolist()) * root)
+        M = U * mp.diag([2 * x / (1 + mp.sqrt(1 + 4 * x * x)) for x in s]) * Wt
+        exact = floats(mp.matrix(V.tolist()) * root * M * root**-1)
+    assert np.allclose(G, exact, rtol=1e-13, atol=1e-14)
 
 
 def test_l2_does_not_invert_the_covariance() -> None:
@@ -196,9 +200,15 @@ def test_l2_does_not_invert_the_covariance() -> None:
     S = S @ S.T
     mean = rng.standard_normal(3)
     G, b = L2Attention(Q, K, V).gaussian_affine(GaussianMeasure(mean, S))
-    inverse = np.linalg.inv(np.linalg.inv(S) + 2 * K.T @ K)
-    assert np.allclose(G, 2 * V @ inverse @ K.T @ Q, rtol=1e-10, atol=1e-12)
-    assert np.allclose(b, V @ inverse @ np.linalg.inv(S) @ mean, rtol=1e-10, atol=1e-12)
+    with mp.workdps(50):
+        q, k, v, precision = (mp.matrix(M.tolist()) for M in (Q, K, V, S))
+        precision = precision**-1
+        posterior = v * (precision + 2 * k.T * k) ** -1
+        slope, shift = floats(2 * posterior * k.T * q), floats(posterior * precision * mp.matrix(mean.tolist()))
+    # a hundred roundings of numbers of the size of the factors
+    size = np.linalg.norm(V, 2) * max(1.0, np.linalg.norm(S, 2)) * max(1.0, np.linalg.norm(K, 2) ** 2)
+    assert np.abs(G - slope).max() <= 2e-14 * size * np.linalg.norm(Q, 2)
+    assert np.abs(b - shift.ravel()).max() <= 2e-14 * size * np.linalg.norm(mean)
 
 
 @pytest.mark.parametrize("name", MAPS)
