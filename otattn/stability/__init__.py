@@ -1,6 +1,7 @@
 """How much attention stretched the distance between measures: one pair, or many."""
 
 from otattn.stability import samplers
+from otattn.stability.certify import Resolution
 from otattn.stability.layers import LayerMeasurements, measure_layers
 from otattn.stability.ratio import StabilityRatio, stability_ratio
 from otattn.stability.result import StabilityStudy
@@ -12,6 +13,7 @@ __all__ = [
     "DirectoryStore",
     "LayerMeasurements",
     "MemoryStore",
+    "Resolution",
     "StabilityRatio",
     "StabilityStudy",
     "Store",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,21 @@ from otattn import _validate as check
 from otattn._tabular import html_table
 from otattn.attention.base import AttentionMap
 from otattn.distances.bures import bures_wasserstein
-from otattn.distances.conditional import conditional_transport, conditional_wasserstein
-from otattn.distances.costs import pair_distances, power_mean
-from otattn.distances.transport import transport
+from otattn.distances.conditional import conditional_wasserstein
 from otattn.distances.wasserstein import wasserstein
 from otattn.errors import ConvergenceError
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.stability.certify import Evidence, Resolution, certify
+from otattn.stability.gaussian_margins import gaussian_margins
 
-__all__ = ["StabilityRatio", "image_distances", "prepare_pair", "stability_ratio"]
+__all__ = ["Resolution", "StabilityRatio", "image_distances", "prepare_pair", "stability_ratio"]
 
 Array = NDArray[np.float64]
 Moved = DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure
 
 _EPS = float(np.finfo(np.float64).eps)
-BURES_MARGIN = 1e-8
-"""Relative margin on the closed form between Gaussians, ten times the error that it documents."""
-NUDGES = 3
-NUDGE_SAFETY = 8.0
+SHAVE = 1e-12
+"""Taken off a certified value, and its rounding once more, so that another processor's rounding confirms it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +41,17 @@ class StabilityRatio:
         ``W_p(F(mu), F(nu))`` and ``W_p(mu, nu)``; Bures-Wasserstein between Gaussians, conditional between
         space-time measures.
     certified_lower : float
-        Dual value of the numerator, less the rounding of the two images, over the primal value of the
-        denominator; never above ``value``. Between Gaussians, where both distances are closed forms, their
-        documented relative error takes the place of the duality gap. When the measures are so close that the
-        images differ by rounding only, ``value`` is noise and ``certified_lower`` falls to 0.
+        Proven: never above the exact ratio of the two measures, their floats (and those of the map) taken as exact
+        numbers. A dual value of the numerator at distances that allow for all rounding of the images, over the cost
+        of a plan between ``mu`` and ``nu``; never above ``value``. Nothing is proven where ``resolution`` says so.
     p : float
         Order.
     attention : AttentionMap or None
         None when the ratio was loaded from a file.
     mu, nu : measure
         The pair.
+    resolution : Resolution
+        Whether the float64 numbers above mean what they say.
     """
 
     value: float
@@ -64,11 +62,13 @@ class StabilityRatio:
     attention: AttentionMap | None
     mu: Moved
     nu: Moved
+    resolution: Resolution
 
     def verify(self) -> bool:
         """Recompute images, distances and the certified value; False as soon as anything disagrees.
 
-        Distances must agree to 1e-9, or to the rounding of the images where that is larger.
+        Distances must agree to 1e-9, or to the rounding of the images where that is larger; the certified value
+        must not exceed what is proven again.
 
         Raises
         ------
@@ -78,26 +78,27 @@ class StabilityRatio:
         if self.attention is None:
             raise ValueError("verify needs the attention, received a ratio loaded without it; pass it to load.")
         try:
-            new, noise = _analyse(self.attention, self.mu, self.nu, self.p)
+            new, found = _analyse(self.attention, self.mu, self.nu, self.p)
         except (ValueError, TypeError):
             return False
         if not self.denominator > 0.0 or not np.isfinite([self.value, self.certified_lower]).all():
             return False
         return bool(
-            abs(self.numerator - new.numerator) <= 1e-9 * new.numerator + noise
+            abs(self.numerator - new.numerator) <= 1e-9 * new.numerator + min(found.noise, new.numerator)
             and abs(self.denominator - new.denominator) <= 1e-9 * new.denominator
             and abs(self.value - self.numerator / self.denominator) <= 4 * _EPS * self.value
-            and 0.0 <= self.certified_lower <= min(self.value, new.value + noise / new.denominator)
+            and 0.0 <= self.certified_lower <= min(self.value, found.proven)
+            and self.resolution == new.resolution
         )
 
     def _repr_html_(self) -> str:
-        names = ("value", "certified_lower", "numerator", "denominator", "p")
+        names = ("value", "certified_lower", "numerator", "denominator", "p", "resolution")
         return html_table([{name: getattr(self, name) for name in names}])
 
     def __repr__(self) -> str:
         return (
             f"StabilityRatio({self.value:.6g}, certified >= {self.certified_lower:.6g}, p={self.p:g}, "
-            f"W_p={self.denominator:.3g} -> {self.numerator:.3g})"
+            f"W_p={self.denominator:.3g} -> {self.numerator:.3g}, {self.resolution})"
         )
 
 
@@ -199,35 +200,32 @@ def _distance(mu: Any, nu: Any, p: float) -> float:
     return wasserstein(mu, nu, p=p)
 
 
-def _interval(mu: Any, nu: Any, p: float, value: float) -> tuple[float, float]:
-    """Certified lower and upper values of the distance whose plain value is given."""
-    if isinstance(mu, GaussianMeasure):
-        return value * (1.0 - BURES_MARGIN), value * (1.0 + BURES_MARGIN)
-    result = (conditional_transport if isinstance(mu, SpaceTimeMeasure) else transport)(mu, nu, p=p)
-    return result.lower, result.upper
-
-
-def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[StabilityRatio, float]:
-    """The ratio of a prepared pair, and the rounding of its numerator."""
+def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[StabilityRatio, Evidence]:
+    """The ratio of a prepared pair, with its evidence."""
     denominator = _distance(mu, nu, p)
     if denominator == 0.0:
         raise ValueError(
             "mu and nu must be different measures, received two equal ones: the stability ratio is then 0/0; "
             "perturb one, or use local_lipschitz for the limit of close measures."
         )
-    images = attention.pushforward(mu), attention.pushforward(nu)
+    images: tuple[Any, Any] = (attention.pushforward(mu), attention.pushforward(nu))
     numerator = _distance(*images, p)
-    value = numerator / denominator
-    if not np.isfinite(value):
+    if not np.isfinite(numerator / denominator):
         raise ConvergenceError(
             f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take measures further apart."
         )
-    noise = sum(_rounding(attention, m, image, p) for m, image in zip((mu, nu), images, strict=True))
-    lower = _interval(*images, p, numerator)[0] if numerator > 0.0 else 0.0
-    upper = _interval(mu, nu, p, denominator)[1]
-    certified = max(0.0, lower - noise) / upper * (1.0 - 4 * _EPS)
-    ratio = StabilityRatio(value, numerator, denominator, min(certified, value), p, attention, mu, nu)
-    return ratio, noise
+    if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
+        found = gaussian_margins(attention, (mu, nu), images, numerator, denominator)
+    else:
+        assert not isinstance(mu, GaussianMeasure)  # prepared pairs are of one kind
+        assert not isinstance(nu, GaussianMeasure)
+        found = certify(attention, (mu, nu), images, p, numerator, denominator)
+    value = found.numerator / denominator
+    certified = max(0.0, found.proven * (1.0 - SHAVE) - found.noise / denominator)
+    ratio = StabilityRatio(
+        value, found.numerator, denominator, min(certified, value), p, attention, mu, nu, found.resolution
+    )
+    return ratio, found
 
 
 def _size(mu: Any) -> float:
@@ -235,43 +233,3 @@ def _size(mu: Any) -> float:
     if isinstance(mu, GaussianMeasure):
         return float(np.abs(mu.mean).max() + np.sqrt(np.trace(mu.cov)))
     return float(np.abs(mu.points).max())
-
-
-def _rounding(attention: AttentionMap, mu: Moved, image: Any, p: float) -> float:
-    """How far rounding may have moved the image of ``mu``, in ``W_p``.
-
-    No analysis of each kernel: the response to points nudged by a few units in the last place shows how
-    rounding is amplified (through large logits, say), and a safety factor covers what the nudges did not hit.
-    """
-    size = _size(image)
-    floor = (8.0 * _EPS + _solver_tolerance(attention)) * size
-    rng = np.random.default_rng(0)
-    worst = 0.0
-    for _ in range(NUDGES):
-        if isinstance(mu, GaussianMeasure):
-            d = mu.dim
-            M = np.eye(d) + 4.0 * _EPS * _signs(rng, (d, d))
-            moved = attention.pushforward(GaussianMeasure(M @ mu.mean, M @ mu.cov @ M.T))
-            worst = max(worst, bures_wasserstein(moved, image))
-        else:
-            nudged = mu._with_points(mu.points * (1.0 + 4.0 * _EPS * _signs(rng, mu.points.shape)))
-            moved = attention.pushforward(nudged)
-            worst = max(worst, power_mean(pair_distances(moved.points, image.points), mu.weights, p))
-    return NUDGE_SAFETY * worst + floor
-
-
-def _signs(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    return np.asarray(2.0 * rng.integers(0, 2, size=shape) - 1.0, dtype=np.float64)
-
-
-def _solver_tolerance(attention: AttentionMap) -> float:
-    """Largest tolerance of an iterative kernel (Sinkhorn) inside the map."""
-    own = getattr(attention, "tol", 0.0)
-    return max([float(own), *(_solver_tolerance(part) for part in _parts(attention))])
-
-
-def _parts(attention: AttentionMap) -> Iterator[AttentionMap]:
-    if is_dataclass(attention):
-        for field in fields(attention):
-            value = getattr(attention, field.name)
-            yield from (v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, AttentionMap))

@@ -18,6 +18,7 @@ from otattn.attention.base import AttentionMap
 from otattn.data.archive import read_npz
 from otattn.lipschitz.bound import Bound
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.stability.certify import Resolution
 from otattn.stability.inference import LEAST_SAMPLE, Statistic, bootstrap_interval, endpoint
 from otattn.stability.ratio import StabilityRatio
 
@@ -28,7 +29,7 @@ Sampler = Callable[[np.random.Generator], tuple[Any, Any]]
 Seed = tuple[int, tuple[int, ...]]
 """Entropy and spawn key of a SeedSequence."""
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +201,7 @@ class StabilityStudy:
             "mean_interval_95": list(self.confidence_interval()),
             "quantiles": {str(q): float(np.quantile(ratios, q)) for q in levels},
             "max": self.best.value,
+            "resolution": str(self.best.resolution),
             "lower_bound": self.lower_bound().to_dict(),
             "estimate": estimate,
         }
@@ -226,6 +228,7 @@ class StabilityStudy:
                     "p": self.p,
                     "largest ratio": self.best.value,
                     "certified": self.best.certified_lower,
+                    "resolution": self.best.resolution,
                     "median": self.quantile(0.5),
                     "95% of the median": f"[{low:.6g}, {high:.6g}]",
                 }
@@ -245,6 +248,7 @@ class StabilityStudy:
             "spawn_key": list(self.seed[1]),
             "labels": self.labels,
             "best": [best.value, best.numerator, best.denominator, best.certified_lower],
+            "resolution": str(best.resolution),
             "kind": kind,
         }
         arrays = {"numerators": self.numerators, "denominators": self.denominators}
@@ -278,7 +282,17 @@ class StabilityStudy:
             terms = [check.frozen(check.as_float_array(arrays[k], k, ndim=1)) for k in ("numerators", "denominators")]
             seed = int(meta["entropy"]), tuple(int(k) for k in meta["spawn_key"])
             value, numerator, denominator, lower = (float(v) for v in meta["best"])
-            best = StabilityRatio(value, numerator, denominator, lower, float(meta["p"]), attention, mu, nu)
+            best = StabilityRatio(
+                value,
+                numerator,
+                denominator,
+                lower,
+                float(meta["p"]),
+                attention,
+                mu,
+                nu,
+                Resolution(meta["resolution"]),
+            )
             labels = {str(k): str(v) for k, v in meta["labels"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ValueError(

@@ -41,7 +41,8 @@ class Sweep(Tabular):
     studies: tuple[StabilityStudy, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record a point: its coordinates, largest ratio, certified lower value, median and number of pairs."""
+        """One record a point: its coordinates, largest ratio, certified lower value and
+        resolution, median and number of pairs."""
         out = []
         for point, study in zip(self.points, self.studies, strict=True):
             best = study.best
@@ -50,6 +51,7 @@ class Sweep(Tabular):
                     **point,
                     "largest": best.value,
                     "certified_lower": best.certified_lower,
+                    "resolution": str(best.resolution),
                     "median": study.quantile(0.5),
                     "pairs": study.n_pairs,
                 }

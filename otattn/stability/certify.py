@@ -1,0 +1,110 @@
+r"""What is proven of one stability ratio, and what rounding leaves of its float64 value.
+
+The images of both measures are enclosed (`images`), and so is ``W_p`` between enclosed atoms (`transport_bounds`),
+hence
+
+.. math:: \frac{W_p(F(\mu), F(\nu))}{W_p(\mu, \nu)} \ge \frac{lower(F(\mu), F(\nu))}{upper(\mu, \nu)}
+
+holds for the floats as given. Plain float64 comes first; images whose rounding is felt are enclosed again in
+double-double, while the problem is small, and the numerator is then taken from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention.base import AttentionMap, Measure
+from otattn.distances.costs import pair_distances, power_mean
+from otattn.stability.enclosed import UNIT, Enclosed
+from otattn.stability.images import image
+from otattn.stability.transport_bounds import Problem, pair_slices, transport_lower, transport_upper
+
+__all__ = ["RESOLVED", "Evidence", "Resolution", "certify"]
+
+Array = NDArray[np.float64]
+
+REFINE = 1e-9
+"""Images whose rounding may exceed this part of their distance are enclosed again in double-double ..."""
+FINE_ENTRIES = 2**18
+"""... where n^2 d is at most this (about a second of work)."""
+RESOLVED = 1e-3
+"""A value is a number when rounding is at most this part of it: it has three digits."""
+VANISHING = 1e-290
+"""Rounding that is this part of the distance of the measures is none (an image that is 0 exactly)."""
+
+
+class Resolution(StrEnum):
+    """What rounding leaves of a ratio.
+
+    RESOLVED: ``value`` is right to three digits at least; ``certified_lower`` is proven.
+    ROUNDING: the images are so close that rounding is felt in these digits, ``value`` is partly noise;
+    ``certified_lower`` is proven, and may be 0.
+    UNBOUNDED: no bound of the rounding is known (a map without a rule in ``images``, Sinkhorn attention with logits
+    too large, numbers near the ends of float64); nothing is proven, ``certified_lower`` is 0.
+    MARGINS: between Gaussians closed forms count with margins (`gaussian_margins`), which is no proof.
+    """
+
+    RESOLVED = "resolved"
+    ROUNDING = "rounding"
+    UNBOUNDED = "unbounded"
+    MARGINS = "margins"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The numerator (better known, perhaps, than before), how far rounding may have moved it, the proven ratio."""
+
+    numerator: float
+    noise: float
+    proven: float
+    resolution: Resolution
+
+
+def certify(
+    attention: AttentionMap,
+    pair: tuple[Measure, Measure],
+    images: tuple[Measure, Measure],
+    p: float,
+    numerator: float,
+    denominator: float,
+) -> Evidence:
+    """Evidence for the ratio of a pair whose images and distances are known in float64."""
+    mu, nu = pair
+    problem = Problem(mu.weights[mu.weights > 0], nu.weights[nu.weights > 0], pair_slices(mu, nu), p)
+    lower, noise = 0.0, np.inf
+    x, y = image(attention, mu), image(attention, nu)
+    if x is not None and y is not None:
+        noise = _apart(x, images[0], p) + _apart(y, images[1], p)
+    coarse = not noise <= max(REFINE * numerator, VANISHING * denominator)
+    fine = coarse and max(mu.n, nu.n) ** 2 * mu.dim <= FINE_ENTRIES
+    if fine:
+        better = image(attention, mu, fine=True), image(attention, nu, fine=True)
+        fine = better[0] is not None and better[1] is not None
+        x, y = better if fine else (x, y)
+    if x is not None and y is not None:
+        lower = transport_lower(x, y, problem, numerator)
+        if fine:
+            upper = transport_upper(x, y, problem, numerator)
+            numerator, noise = min(max(numerator, lower), upper), upper - lower
+    primal = transport_upper(_points(mu), _points(nu), problem, denominator)
+    proven = lower / primal * (1.0 - 8.0 * UNIT)
+    if not np.isfinite([noise, proven]).all():
+        return Evidence(numerator, 0.0, 0.0, Resolution.UNBOUNDED)
+    resolved = noise <= max(RESOLVED * numerator, VANISHING * denominator)
+    return Evidence(numerator, noise, proven, Resolution.RESOLVED if resolved else Resolution.ROUNDING)
+
+
+def _points(mu: Measure) -> Enclosed:
+    return Enclosed.exact(mu.points[mu.weights > 0])
+
+
+def _apart(x: Enclosed, moved: Measure, p: float) -> float:
+    """How far the float image is from the exact one, at most, in ``W_p``."""
+    live = moved.weights > 0
+    points = moved.points[live]
+    apart = pair_distances(x.high, points) + pair_distances(x.radius, np.zeros_like(points))
+    return power_mean(apart, moved.weights[live], p)

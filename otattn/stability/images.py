@@ -1,0 +1,305 @@
+r"""Images of measures with a proven error, one function a map.
+
+Each function evaluates the definition of its map at the atoms, in enclosed arithmetic, independently of the
+map's own code: the result holds ``Gamma_mu(x_i)`` for the floats of the map and of the measure taken as exact
+numbers (weights divided by their exact sum). Where a map keeps products that it has rounded (``from_qkv``: the
+scaled factors, or ``A`` when they are not smaller), those floats are the map.
+
+A map takes part by an entry of ``IMAGES`` under its exact type: a subclass may evaluate something else, so it is
+not covered by its base, and :func:`image` answers None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention import (
+    MLP,
+    Compose,
+    ExponentialAttention,
+    L2Attention,
+    LayerNorm,
+    LinearAttention,
+    MaskedAttention,
+    MultiHeadAttention,
+    PointwiseAttention,
+    ReLUAttention,
+    Residual,
+    RMSNorm,
+    RotaryAttention,
+    SigmoidAttention,
+    SinkhornAttention,
+    SoftmaxAttention,
+    TransformerBlock,
+)
+from otattn.attention.base import AttentionMap, Measure, block_rows
+from otattn.attention.kernels import Head
+from otattn.stability import functions
+from otattn.stability.enclosed import UNIT, Enclosed, append_columns
+from otattn.stability.potentials import column_potential
+
+__all__ = ["IMAGES", "Atoms", "image"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Atoms:
+    """Atoms of positive weight, their points enclosed; ``times`` is None where the measure has none."""
+
+    points: Enclosed
+    weights: Array
+    times: Array | None
+    masked: bool = False
+
+    @classmethod
+    def of(cls, mu: Measure, *, fine: bool) -> Atoms:
+        live = mu.weights > 0
+        times = getattr(mu, "times", None)
+        return cls(Enclosed.exact(mu.points[live], fine=fine), mu.weights[live], None if times is None else times[live])
+
+    @property
+    def uniform(self) -> bool:
+        return bool((self.weights == self.weights[0]).all())
+
+    def hidden(self, rows: slice) -> NDArray[np.bool_] | None:
+        """The atoms that are later than each row, under a mask."""
+        if not self.masked or self.times is None:
+            return None
+        return np.asarray(self.times[None, :] > self.times[rows, None])
+
+
+Rule = Callable[[Any, Atoms], Enclosed | None]
+
+
+def image(attention: AttentionMap, mu: Measure, *, fine: bool = False) -> Enclosed | None:
+    """``Gamma_mu`` at the atoms of positive weight, ``(m, e)``; None when no bound of the error is known.
+
+    ``fine`` evaluates in double-double: about a hundred times the work.
+    """
+    with np.errstate(all="ignore"):  # what leaves float64 is not bounded, and refused
+        out = _image(attention, Atoms.of(mu, fine=fine))
+    return out if out is not None and out.bounded else None
+
+
+def _image(attention: AttentionMap, atoms: Atoms) -> Enclosed | None:
+    rule = IMAGES.get(type(attention))
+    return None if rule is None else rule(attention, atoms)
+
+
+def _rows(m: int, width: int) -> Iterator[slice]:
+    step = block_rows(m, m, width)
+    for start in range(0, m, step):
+        yield slice(start, min(m, start + step))
+
+
+def _stack(parts: list[Enclosed]) -> Enclosed:
+    low = None if parts[0].low is None else np.concatenate([part.low for part in parts])
+    return Enclosed(np.concatenate([part.high for part in parts]), low, np.concatenate([part.radius for part in parts]))
+
+
+def _linear(x: Enclosed, W: Array) -> Enclosed:
+    """``x W^T``; nothing to do for the identity."""
+    square = W.shape[0] == W.shape[1]
+    return x if square and np.array_equal(W, np.eye(len(W))) else x @ W.T
+
+
+def _column(c: Array, like: Enclosed) -> Enclosed:
+    return Enclosed.exact(c[None, :], fine=like.fine)
+
+
+def _shifted(x: Enclosed, c: Array | None) -> Enclosed:
+    return x if c is None else x + c
+
+
+def _weighted(E: Enclosed, atoms: Atoms, rows: slice) -> Enclosed:
+    """``w_j E_ij``, 0 where the mask hides the atom."""
+    hidden = atoms.hidden(rows)
+    out = E if atoms.uniform else E * atoms.weights
+    return out if hidden is None else out.where(~hidden)
+
+
+def _softmax_rows(logits: Callable[[slice], Enclosed], values: Enclosed, atoms: Atoms) -> Enclosed:
+    """``sum_j w_j e^{l_ij} v_j / sum_j w_j e^{l_ij}``; any number may be taken from a row of logits."""
+    m, e = values.shape
+    with_mass = append_columns(values, np.ones((m, 1)))
+    parts = []
+    for rows in _rows(m, 12):
+        S, hidden = logits(rows), atoms.hidden(rows)
+        seen = S.high if hidden is None else np.where(hidden, -np.inf, S.high)
+        E = functions.exp(S - seen.max(axis=1, keepdims=True))
+        sums = _weighted(E, atoms, rows) @ with_mass
+        parts.append(sums[:, :e] / sums[:, e:])
+    return _stack(parts)
+
+
+def _centre(atoms: Atoms) -> Array:
+    """A point near the middle of the cloud; any would do."""
+    w = atoms.weights / atoms.weights.max()
+    return np.asarray((w / w.sum()) @ atoms.points.high)
+
+
+def _head(head: Head, atoms: Atoms) -> Enclosed:
+    """Softmax of ``<Wq x + bq, Wk y>``, less ``|Wk y|^2`` when quadratic, from a centre c of the cloud.
+
+    With ``y = c + z`` the logits are, up to what does not depend on y, ``<q, Wk z>`` and, when quadratic, ``<q - 2
+    Wk c, Wk z> - |Wk z|^2``.
+    """
+    c = _centre(atoms)
+    Z = atoms.points - c
+    K = _linear(Z, head.Wk)
+    centre = _column(c, Z)
+    Q = _linear(Z, head.Wq) + _linear(centre, head.Wq)
+    if head.quadratic:
+        Q = Q - 2.0 * _linear(centre, head.Wk)
+        squares = ((K * K) @ np.ones((K.shape[1], 1))).T
+    Q = _shifted(Q, head.bq)
+
+    def logits(rows: slice) -> Enclosed:
+        S = Q[rows] @ K.T
+        return S - squares if head.quadratic else S
+
+    return _shifted(_softmax_rows(logits, Z @ head.V.T, atoms) + centre @ head.V.T, head.bv)
+
+
+def _sinkhorn(attention: SinkhornAttention, atoms: Atoms) -> Enclosed | None:
+    c = _centre(atoms)
+    Z = atoms.points - c
+    offset = column_potential(attention, Z, atoms.weights)
+    if offset is None:
+        return None
+    Q = Z @ attention.A.T
+    values = _softmax_rows(lambda rows: Q[rows] @ Z.T + offset, Z @ attention.V.T, atoms)
+    return values + _column(c, Z) @ attention.V.T
+
+
+_POINTWISE: dict[type[PointwiseAttention], Callable[[Enclosed], Enclosed]] = {
+    SigmoidAttention: functions.expit,
+    ReLUAttention: lambda s: s.clipped(),
+    LinearAttention: lambda s: s,
+    ExponentialAttention: functions.exp,
+}
+
+
+def _pointwise(attention: PointwiseAttention, atoms: Atoms) -> Enclosed:
+    """``sum_j w_j h(<A x_i, y_j>) V y_j / sum_j w_j``, the last sum over all atoms, whatever the mask."""
+    h, X = _POINTWISE[type(attention)], atoms.points
+    Q, values = X @ attention.A.T, X @ attention.V.T
+    w = np.ones(len(atoms.weights)) if atoms.uniform else atoms.weights
+    high = math.fsum(w)
+    low = math.fsum([*w, -high])
+    # both sums are rounded correctly
+    total = Enclosed(np.array(high), np.array(low) if X.fine else None, np.array(abs(low) * (UNIT if X.fine else 1.0)))
+    parts = [_weighted(h(Q[rows] @ X.T), atoms, rows) @ values for rows in _rows(len(w), 12)]
+    return _stack(parts) / total
+
+
+def _rotary(attention: RotaryAttention, atoms: Atoms) -> Enclosed:
+    """Queries and keys turned by ``angle = (length * time) * frequency``, its products counted."""
+    a, X, times = attention, atoms.points, atoms.times
+    assert times is not None
+    length = float(len(np.unique(times))) if a.length is None else a.length
+    angles = (Enclosed.exact(times, fine=X.fine) * length)[:, None] * a.frequencies
+    cos, sin = functions.cos_sin(angles)
+    Q = _turn(_shifted(X @ a.Q.T, a.query_bias) * a.scale, cos, sin, a.layout)
+    K = _turn(_shifted(X @ a.K.T, a.key_bias), cos, sin, a.layout)
+    values = _shifted(X @ a.V.T, a.value_bias)
+    return _softmax_rows(lambda rows: Q[rows] @ K.T, values, replace(atoms, masked=a.masked))
+
+
+def _turn(z: Enclosed, cos: Enclosed, sin: Enclosed, layout: str) -> Enclosed:
+    half, k = cos.shape[1], z.shape[1]
+    pairs = np.arange(2 * half).reshape((half, 2) if layout == "adjacent" else (2, half))
+    first, second = pairs.T if layout == "adjacent" else pairs
+    a, b = z[:, first], z[:, second]
+    turned = _columns([a * cos - b * sin, a * sin + b * cos, z[:, 2 * half :]])
+    where = np.concatenate([first, second, np.arange(2 * half, k)])
+    return turned[:, np.argsort(where)]
+
+
+def _columns(parts: list[Enclosed]) -> Enclosed:
+    return _stack([part.T for part in parts]).T
+
+
+def _multi_head(attention: MultiHeadAttention, atoms: Atoms) -> Enclosed | None:
+    total: Enclosed | None = None
+    for i, head in enumerate(attention.heads):
+        values = _image(head, atoms)
+        if values is None:
+            return None
+        term = values if attention.outputs is None else values @ attention.outputs[i].T
+        total = term if total is None else total + term
+    assert total is not None
+    return _shifted(total, attention.output_bias)
+
+
+def _norm(attention: LayerNorm, atoms: Atoms) -> Enclosed:
+    """``gain (x - mean) / sqrt(var + eps) + bias``, each token scaled by a power of two near its size."""
+    d = atoms.points.shape[1]
+    mean_of = np.full((d, 1), 1.0)
+    x = atoms.points
+    power = -np.frexp(np.maximum(np.abs(x.high).max(axis=1, keepdims=True), math.sqrt(attention.eps)))[1]
+    x = x.scaled(power)
+    y = x - (x @ mean_of) / float(d) if attention.center else x
+    # sizes once more: what is left may be far smaller than the token
+    again = -np.frexp(np.maximum(np.abs(y.high).max(axis=1, keepdims=True), np.ldexp(math.sqrt(attention.eps), power)))[
+        1
+    ]
+    y, power = y.scaled(again), power + again
+    eps = Enclosed.exact(np.full(power.shape, attention.eps), fine=x.fine).scaled(power).scaled(power)
+    z = y / functions.sqrt(((y * y) @ mean_of) / float(d) + eps) * attention.gain
+    return _shifted(z, attention.bias)
+
+
+_ACTIVATIONS: dict[str, Callable[[Enclosed], Enclosed]] = {
+    "relu": lambda s: s.clipped(),
+    "gelu": functions.gelu,
+    "silu": functions.silu,
+    "tanh": functions.tanh,
+    "identity": lambda s: s,
+}
+
+
+def _mlp(attention: MLP, atoms: Atoms) -> Enclosed | None:
+    activation = _ACTIVATIONS.get(attention.activation)
+    if activation is None:
+        return None
+    hidden = activation(_shifted(atoms.points @ attention.U.T, attention.b))
+    return _shifted(hidden @ attention.W.T, attention.output_bias)
+
+
+def _residual(attention: Residual, atoms: Atoms) -> Enclosed | None:
+    moved = _image(attention.map, atoms)
+    return None if moved is None else atoms.points + moved * attention.scale
+
+
+def _compose(attention: Compose, atoms: Atoms) -> Enclosed | None:
+    for part in attention.maps:
+        points = _image(part, atoms)
+        if points is None:
+            return None
+        atoms = replace(atoms, points=points)
+    return atoms.points
+
+
+IMAGES: dict[type[AttentionMap], Rule] = {
+    SoftmaxAttention: lambda a, atoms: _head(a.head(), atoms),
+    L2Attention: lambda a, atoms: _head(a.head(), atoms),
+    SinkhornAttention: _sinkhorn,
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    MaskedAttention: lambda a, atoms: _image(a.attention, replace(atoms, masked=True)),
+    MultiHeadAttention: _multi_head,
+    RotaryAttention: _rotary,
+    LayerNorm: _norm,
+    RMSNorm: _norm,
+    MLP: _mlp,
+    Residual: _residual,
+    Compose: _compose,
+    TransformerBlock: _compose,
+}
