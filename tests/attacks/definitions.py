@@ -39,11 +39,18 @@ class Head:
     outputs: tuple[np.ndarray, ...] = ()
 
     def values(self, X):
-        """What the weights average; a value bias is part of it (only normalised heads have one)."""
-        Y = X @ self.par["V"].T + self.par.get("b", 0.0)
+        """What the weights average."""
+        Y = X @ self.par["V"].T
         for W in self.outputs:
             Y = Y @ W.T
         return Y
+
+    def bias(self):
+        """The value bias after the outputs; only normalised heads have one, so that it is added as it is."""
+        b = self.par.get("b", np.zeros(len(self.par["V"])))
+        for W in self.outputs:
+            b = W @ b
+        return b
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,7 @@ def gamma(map: Map, x, at, X, w, potentials=None):
     total = 0.0 if map.bias is None else np.array(map.bias)
     for k, head in enumerate(map.heads):
         P = weights(map, head, x, at, X, w, None if potentials is None else potentials[k])
-        total = total + np.einsum("bij,bje->bie", P, head.values(X))
+        total = total + np.einsum("bij,bje->bie", P, head.values(X)) + head.bias()
     return total
 
 

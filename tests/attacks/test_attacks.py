@@ -63,7 +63,7 @@ def test_what_is_promised_is_attacked() -> None:
     assert set(RUNS) <= set(ALL)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, None])
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, None))])
 @pytest.mark.parametrize("sign", [0.0, 1.0, -1.0])
 def test_one_dimension_and_zero_matrices(n, sign: float) -> None:
     """The corners with every theorem switched on; one token has the constant of V."""
