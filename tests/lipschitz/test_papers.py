@@ -41,15 +41,15 @@ def test_the_masked_constant_is_above_the_unmasked_bound() -> None:
     assert 1.1267 < exact < 1.1269
     attention = SoftmaxAttention([[0.0]], [[1.0]])
     printed = bounds.geshkovski2024_mean_field(attention, radius=1.0).value
-    assert printed < 1.0 + 1e-10
+    assert printed < 1.0 + 1e-9
     # the attention map of the package is the map of the example
     x, y = np.zeros((2, 1)), np.array([[1.0], [0.447]])
     masked = MaskedAttention(attention)
     moved = np.linalg.norm(masked.pushforward(y).points - masked.pushforward(x).points)
     assert moved / np.linalg.norm(y - x) == pytest.approx(float(exact), rel=1e-14)
     holds = bounds.masked_average_bound(masked, radius=1.0).value
-    assert holds == pytest.approx(2.0, rel=1e-11)
-    assert exact <= holds
+    # 1e-9: the outward rounding of a bound
+    assert exact <= 2.0 <= holds <= 2.0 * (1 + 1e-9)
 
 
 def test_the_masked_constant_tends_to_hardys() -> None:
@@ -162,7 +162,7 @@ def test_the_printed_constant_of_tied_attention_fails_for_one_token() -> None:
     assert ratio > printed
     # the package's notation: Q = W_Q^T / (D/H)^{1/4}, V = W_V^T W_Q W_Q^T / sqrt(D/H)
     holds = bounds.kim2021_l2(L2Attention([[2.0]], [[2.0]], [[4.0]]), n=1).value
-    assert ratio <= holds <= 4.0 * (1 + 1e-10)
+    assert ratio <= holds <= 4.0 * (1 + 1e-9)
 
 
 def test_the_degree_in_the_queries_is_two() -> None:
