@@ -25,7 +25,6 @@ LONGER = 8
 
 KNOWN = {
     "lipschitz_upper_bound, several heads": "the heads' bounds enter with their own values",
-    "stability_ratio, nearly equal tokens": "the rounding of the images is guessed",
     "Domain.max_affine_norm, offsets that cancel": "the rounding of the offset is not counted",
 }
 """What is exceeded today; strict, so that a repair must take its line away."""
@@ -55,8 +54,8 @@ def test_nothing_proven_is_exceeded_by_many_more(name: str) -> None:
 
 
 def test_what_is_promised_is_attacked() -> None:
-    assert promised() == set(ATTACKERS) - {"Domain.max_affine_norm"}
-    assert public_methods() == set(METHODS)
+    assert promised() == {name for name in ATTACKERS if name not in METHODS}
+    assert public_methods() <= set(METHODS)
     assert set(METHODS.values()) <= set(ATTACKERS)
     functions = public_functions()
     assert all(promises(name, functions[name]) for name in NO_PROMISE)

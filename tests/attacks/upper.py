@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,9 @@ def _finite(outcome: Outcome, q: Problem, bound: float, rng) -> Outcome:
             continue
         with np.errstate(all="ignore"):
             Y = image(q.map, X, np.full((2, q.n), 1.0 / q.n))
-        ratio = distance(Y[0], Y[1], q.p, q.map.ordered) / apart
+            ratio = distance(Y[0], Y[1], q.p, q.map.ordered) / apart
+        if not np.isfinite(ratio):
+            continue
 
         def sure(z=z):
             w = masses(np.ones(q.n))
@@ -167,6 +170,14 @@ def multihead(rng: np.random.Generator) -> Outcome:
     return attempt(name, body, q.kind, q)
 
 
+def rigorous(q: Problem) -> Any:
+    """The least closed form with the value that exact arithmetic proves for it."""
+    bound = min((b for b in oa.bounds.table(q.ours, domain=q.region.domain, n=q.n) if b.kind == "upper"), key=float)
+    if not hasattr(bound, "rigorous_value"):
+        raise Refused("no exact arithmetic here")
+    return replace(bound, value=bound.rigorous_value())
+
+
 B, R = oa.bounds, oa.relaxations
 ONE = {"kinds": SOFTMAX, "any_measure": False}
 MASKED = {"kinds": SOFTMAX, "masked": True}
@@ -229,6 +240,7 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
     ]
 }
 UPPER |= {
+    "Bound.rigorous_value": attack("Bound.rigorous_value", rigorous, **ONE, **SMALL),
     "relaxations.local_ball": local_ball,
     "relaxations.multihead": multihead,
     "local_upper_bound": at_one_measure,
