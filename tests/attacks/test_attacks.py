@@ -20,7 +20,7 @@ from registry import (
 import otattn as oa
 
 ALL = ATTACKERS | VARIANTS
-LONGER = 8
+LONGER = 4
 """How many times more the slow test attacks."""
 
 KNOWN = {
