@@ -1,19 +1,21 @@
 r"""What a Gaussian flow tends to, and the rank of it.
 
-A flow is followed in a time whose unit grows with the elapsed time, until its covariance has settled. Directions are
-then told apart by size and by trend: an eigenvalue belongs to the limit when it exceeds ``tol`` times the largest and
-does not decay like a power of time, ``d log lambda / d log t > -1/4`` (the known decays are ``1/t`` and exponential,
-those that stay have 0). The trend decides long before a slow ``1/t`` has become small.
+Blow-ups and growth are found in a time whose unit grows with the elapsed time. A flow that does neither is followed
+again, over decades of time, until each eigenvalue is seen to stay or to vanish by the criterion of
+:mod:`otattn.dynamics.gaussian_settling`; else it is called unsettled, and what is said of its limit is a guess from its
+last trends ``d log lambda / d log t``. Decay is algebraic in many cases, and may begin late.
 
 For ``V = I`` and symmetric A a limit has ``Sigma A Sigma = 0``: the form of A vanishes on its range, whose dimension is
-therefore at most ``dim ker A + min(#positive, #negative eigenvalues)``, at most ``ceil(d/2)`` for invertible A.
+therefore at most ``dim ker A + min(#positive, #negative eigenvalues)``, at most ``ceil(d/2)`` for invertible A. For
+negative semi-definite A and V with eigenvalues of positive real part the rank is known
+(:mod:`otattn.dynamics.limit_algebra`): a flow that disagrees with it is never called settled.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -24,13 +26,17 @@ from otattn._linalg import symmetrize
 from otattn.attention import AttentionMap
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
 from otattn.dynamics.gaussian_fields import GaussianField, gaussian_field
-from otattn.dynamics.gaussian_relaxation import DROWNED, directions, relax
+from otattn.dynamics.gaussian_relaxation import DROWNED, LEFT_BEHIND, Relaxation, Relaxed, directions
+from otattn.dynamics.gaussian_settling import Followed, follow, follow_alone
+from otattn.dynamics.limit_algebra import ranks_by_algebra
+from otattn.dynamics.low_rank_flow import low_rank_flow
 from otattn.measures import GaussianMeasure
 
-__all__ = ["GaussianLimit", "gaussian_limit", "gaussian_limits", "isotropic_dimension", "scaled_factor"]
+__all__ = ["GaussianLimit", "LimitStatus", "gaussian_limit", "gaussian_limits", "isotropic_dimension", "scaled_factor"]
 
 Array = NDArray[np.float64]
 Kind = Literal["zero", "finite", "divergent", "blow_up"]
+LimitStatus = Literal["closed_form", "followed", "rank_only", "unsettled"]
 
 TREND = 0.25
 """Exponent in t below which an eigenvalue counts as constant."""
@@ -59,10 +65,10 @@ class GaussianLimit:
         (zeros for a closed form).
     time : float
         Elapsed time of that covariance; inf for a closed form.
-    settled : bool
-        False when the covariance still moved (it may turn for ever: then only the rank is a limit).
-    exact : bool
-        True for a closed form.
+    status : {"closed_form", "followed", "rank_only", "unsettled"}
+        "followed": followed to where each eigenvalue was seen to stay or to vanish over decades of time (a flow that blows
+        up: to 1e-10 of its time; one that grows: to where what is left out is below 1e-7). "rank_only": the covariance still
+        moved, but a theorem gives the rank of its limit points. "unsettled": kind, covariance and rank are guesses.
     tol : float
         Relative size below which an eigenvalue counts as zero.
     """
@@ -74,9 +80,23 @@ class GaussianLimit:
     eigenvalues: Array
     trends: Array
     time: float
-    settled: bool
-    exact: bool
+    status: LimitStatus
     tol: float
+
+    @property
+    def settled(self) -> bool:
+        """True for a closed form, or a flow that was followed to its limit: kind, rank and covariance are decided."""
+        return self.status in ("closed_form", "followed")
+
+    @property
+    def exact(self) -> bool:
+        """True for a closed form."""
+        return self.status == "closed_form"
+
+    def __repr__(self) -> str:
+        return (
+            f"GaussianLimit({self.kind}, rank {self.rank} of {len(self.covariance)}, {self.status}, t={self.time:.3g})"
+        )
 
 
 def gaussian_limit(attention: AttentionMap, gaussian: GaussianMeasure, *, tol: float = 1e-9) -> GaussianLimit:
@@ -135,7 +155,65 @@ def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, 
             index = np.flatnonzero(alive)
             some = iter(gaussian_limits(gaussians.take(index), M[index], s[index], alpha[index], tol=tol))
         return [next(some) if a else _dirac(alpha.shape[1], tol) for a in alive]
-    run = relax(gaussians, M, s, alpha)
+    work = Relaxation(gaussians, M, s, alpha)
+    run, left = work.found, np.zeros(len(M), dtype=bool)
+    left[work.left] = True
+    open_ = np.isinf(run.blow_up_times)
+    if not left.all():
+        first = _guesses(gaussians, run, tol)
+        # growth is not for the other look, which waits for rest
+        open_ &= np.array([left[b] or l.kind != "divergent" for b, l in enumerate(first)])
+    index = np.flatnonzero(open_)
+    limits: dict[int, GaussianLimit] = {}
+    if index.size:
+        known = ranks_by_algebra(gaussians.take(index), M[index])
+        found = _follow(gaussians.take(index), M[index], s[index], alpha[index])
+        limits = {int(b): _seen(found, k, known[k], tol) for k, b in enumerate(index) if found.settled[k]}
+    work.finish(np.array([b for b in work.left if int(b) not in limits], dtype=np.intp))
+    rest = _guesses(gaussians, run, tol)
+    for k, b in enumerate(index):
+        if int(b) not in limits:
+            limits[int(b)] = _with_rank(rest[b], known[k])
+    return [limits.get(b, rest[b]) for b in range(len(M))]
+
+
+def _follow(gaussians: GaussianField, M: Array, s: Array, alpha: Array) -> Followed:
+    """All at once in the columns that move, or one by one where the field has none that rest."""
+    with np.errstate(over="ignore"):
+        L = np.exp(s)[:, None, None] * M
+    flow = low_rank_flow(gaussians, L) if np.isfinite(L).all() and (L**2).sum(axis=(1, 2)).min() > 0 else None
+    return follow_alone(gaussians, M, s, alpha) if flow is None else follow(flow)
+
+
+def _seen(found: Followed, k: int, known: int | None, tol: float) -> GaussianLimit:
+    """The limit of a flow that has settled."""
+    lam = found.values[k] ** 2
+    kept = found.stays[k] & (lam > tol * lam[0])
+    U = found.vectors[k][:, kept]
+    rank = int(kept.sum())
+    return GaussianLimit(
+        kind="finite" if rank else "zero",
+        covariance=check.frozen(symmetrize((U * lam[kept]) @ U.T)),
+        rank=rank,
+        blow_up_time=math.inf,
+        eigenvalues=check.frozen((lam / max(float(lam[0]), 1e-300))[::-1]),
+        trends=check.frozen(found.trends[k][::-1]),
+        time=float(found.times[k]),
+        status="followed" if known in (None, rank) else "unsettled",
+        tol=tol,
+    )
+
+
+def _with_rank(guess: GaussianLimit, known: int | None) -> GaussianLimit:
+    """A guess, with the rank that a theorem gives; the guess of a limit is nothing that may count as settled."""
+    if known is not None:
+        return replace(guess, kind="finite" if known else "zero", rank=known, status="rank_only")
+    settled = guess.kind in ("divergent", "blow_up") and guess.settled
+    return guess if settled else replace(guess, status="unsettled")
+
+
+def _guesses(gaussians: GaussianField, run: Relaxed, tol: float) -> list[GaussianLimit]:
+    """Verdicts from the last state and its trends."""
     F, scale, t = run.M, run.s, run.t
     with np.errstate(over="ignore", invalid="ignore"):
         rates = gaussians.rates(F, scale, run.alpha, t)[0]
@@ -145,14 +223,14 @@ def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, 
     out = []
     for b in range(len(F)):
         where = float(run.blow_up_times[b]), float(t[b]), bool(run.settled[b]), bool(run.turning[b])
-        grown = float(scale[b] - s[b])
+        grown = float(scale[b] - run.start[b])
         out.append(_limit(lam[b], vectors[b], trends[b], float(total[b]), float(scale[b]), grown, where, tol))
     return out
 
 
 def _dirac(d: int, tol: float) -> GaussianLimit:
     none = check.frozen(np.zeros(d))
-    return GaussianLimit("zero", check.frozen(np.zeros((d, d))), 0, math.inf, none, none, math.inf, True, True, tol)
+    return GaussianLimit("zero", check.frozen(np.zeros((d, d))), 0, math.inf, none, none, math.inf, "closed_form", tol)
 
 
 def _limit(
@@ -182,6 +260,8 @@ def _limit(
         kind, kept = "blow_up", lam > max(tol, ROUGH_TOL) * lam[-1]
     elif total > TREND:
         kind, kept = "divergent", large & (relative > -TREND)
+        # trends alone do not show that a direction is left behind
+        settled &= bool((lam[~kept] <= LEFT_BEHIND * lam[-1]).all())
     elif total < -TREND:
         kind, kept = "zero", np.zeros_like(large)
     else:
@@ -199,8 +279,7 @@ def _limit(
         eigenvalues=check.frozen(lam / max(float(lam[-1]), 1e-300)),
         trends=check.frozen(trends),
         time=t,
-        settled=settled,
-        exact=False,
+        status="followed" if settled else "unsettled",
         tol=tol,
     )
 
@@ -220,8 +299,7 @@ def _exact(form: CovarianceClosedForm, tol: float) -> GaussianLimit:
         eigenvalues=check.frozen(lam / max(float(lam[-1]), 1e-300)),
         trends=check.frozen(np.zeros_like(lam)),
         time=math.inf,
-        settled=True,
-        exact=True,
+        status="closed_form",
         tol=tol,
     )
 

@@ -1,4 +1,6 @@
-r"""Gaussian flows followed to where they settle: many at once, each at its own pace.
+r"""Gaussian flows followed to where they seem to settle: many at once, each at its own pace.
+
+This finds blow-ups and growth, and a first guess of limits; :mod:`otattn.dynamics.gaussian_settling` decides on limits.
 
 The state and the pseudo-time are those of :mod:`otattn.dynamics.gaussian_integrator`, with a clock that lets t grow by a
 factor e per unit, so that algebraic decay is followed over many powers of ten. Each member of the stack has its own step
@@ -19,7 +21,7 @@ from scipy.integrate import LSODA, RK45
 from otattn.dynamics.gaussian_fields import GaussianField
 from otattn.dynamics.gaussian_integrator import BLOW_UP_GROWTH, GaussianSystem
 
-__all__ = ["DROWNED", "Relaxed", "directions", "relax"]
+__all__ = ["DROWNED", "LEFT_BEHIND", "Relaxation", "Relaxed", "directions"]
 
 Array = NDArray[np.float64]
 
@@ -36,6 +38,8 @@ SETTLED, UNDECIDED = 1e-2, (0.04, 0.75)
 time that is clearly zero or clearly not."""
 NEGLIGIBLE = 1e-9
 """Relative size of eigenvalues that need not be told apart."""
+LEFT_BEHIND = 1e-7
+"""Relative size of eigenvalues that a growing trace has left behind."""
 HASTE = 3.0
 """Exponential growth has ``t d log|L| / dt`` equal to the growth of ``log|L|`` so far; a blow-up has much more."""
 LATEST = 1e9
@@ -60,19 +64,30 @@ class Relaxed:
     """Initial ``s``."""
 
 
-def relax(gaussians: GaussianField, M: Array, s: Array, alpha: Array) -> Relaxed:
-    """Follow a stack of Gaussians until each has settled, blown up, or reached the horizon."""
-    B, d = alpha.shape
-    y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, np.zeros((B, 1))], axis=1)
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        rates = GaussianSystem(gaussians, alpha, 0.0, d, np.full(B, 1e300), False).rates(y)[3]
-        unit = 1.0 / np.where(rates > 1e-100, rates, 1.0)
-        no = np.zeros(B, dtype=bool)
-        out = Relaxed(M.copy(), s.copy(), np.zeros(B), alpha.copy(), np.full(B, math.inf), no, no.copy(), s.copy())
-        left = _explicit(gaussians, y, unit, out, d)
-        for b in left:
-            _implicit(gaussians, y, unit, out, d, int(b))
-    return out
+class Relaxation:
+    """A stack of Gaussians that is followed until each has come to rest, blown up, or reached the horizon.
+
+    Members that an explicit method has not finished are ``left``; :meth:`finish` takes them on.
+    """
+
+    def __init__(self, gaussians: GaussianField, M: Array, s: Array, alpha: Array) -> None:
+        B, self.d = alpha.shape
+        self.gaussians = gaussians
+        self.y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, np.zeros((B, 1))], axis=1)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            rates = GaussianSystem(gaussians, alpha, 0.0, self.d, np.full(B, 1e300), False).rates(self.y)[3]
+            self.unit = 1.0 / np.where(rates > 1e-100, rates, 1.0)
+            no = np.zeros(B, dtype=bool)
+            self.found = Relaxed(
+                M.copy(), s.copy(), np.zeros(B), alpha.copy(), np.full(B, math.inf), no, no.copy(), s.copy()
+            )
+            self.left = _explicit(gaussians, self.y, self.unit, self.found, self.d)
+
+    def finish(self, members: NDArray[np.intp]) -> None:
+        """Follow some of those that are left, one by one."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for b in members:
+                _implicit(self.gaussians, self.y, self.unit, self.found, self.d, int(b))
 
 
 def _explicit(gaussians: GaussianField, y: Array, unit: Array, out: Relaxed, d: int) -> NDArray[np.intp]:
@@ -145,7 +160,10 @@ def _finished(
         lam, trends, total = directions(M[some], GM[some], t[some])
         # what stays (in proportion to a trace that grows or falls) must be told from what dies, and nothing may still rise
         relative = trends - np.where(np.abs(total) > UNDECIDED[1], total, 0.0)[:, None]
-        clear = (np.abs(relative) < UNDECIDED[0]) | (relative < -UNDECIDED[1]) | (lam <= NEGLIGIBLE * lam[:, -1:])
+        # of a trace that grows nothing more will be seen: what is left behind must be small, not only on its way
+        grows = (total > UNDECIDED[1])[:, None]
+        small = lam <= np.where(grows, LEFT_BEHIND, NEGLIGIBLE) * lam[:, -1:]
+        clear = (np.abs(relative) < UNDECIDED[0]) | (~grows & (relative < -UNDECIDED[1])) | small
         settled[some] = clear.all(axis=1)
     done = np.asarray(grown | settled | (tau >= HORIZON) | (elapsed >= LATEST))
     if stiff:

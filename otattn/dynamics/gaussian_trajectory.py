@@ -108,7 +108,7 @@ class GaussianTrajectory:
 
     @property
     def limit_rank(self) -> int:
-        """Numerical rank of :attr:`limit`."""
+        """Numerical rank of :attr:`limit`; a guess where ``limit_result.settled`` is False."""
         return self.limit_result.rank
 
     def closed_form_error(self) -> float:

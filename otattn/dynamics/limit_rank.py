@@ -16,6 +16,7 @@ __all__ = ["RankHistogram", "limit_rank_histogram"]
 
 Array = NDArray[np.float64]
 Variant = Literal["softmax", "l2"]
+Value = Literal["identity", "random", "gram"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +32,9 @@ class RankHistogram:
     bounds : ndarray (draws,) of int
         ``dim ker A + min(#positive, #negative eigenvalues)`` of the symmetric part of A: the bound of the rank of a finite
         limit for ``V = I``, and for symmetric A and generic V (no two eigenvalues of V of sum zero).
-    dim, rank, variant, value, symmetric
-        The experiment: dimension, rank of A, "softmax" or "l2", V "identity" or "random", A symmetric or not.
+    dim, rank, variant, value, symmetric, semidefinite
+        The experiment: dimension, rank of A, "softmax" or "l2", V "identity", "random" or "gram", A symmetric or not, A
+        negative semi-definite or not.
     """
 
     ranks: NDArray[np.intp]
@@ -43,6 +45,7 @@ class RankHistogram:
     variant: Variant
     value: str
     symmetric: bool
+    semidefinite: bool = False
 
     @property
     def counts(self) -> NDArray[np.intp]:
@@ -56,7 +59,8 @@ class RankHistogram:
 
     @property
     def settled(self) -> NDArray[np.bool_]:
-        """Which flows had settled: the ranks of others (which turn, or are too stiff to follow) are estimates."""
+        """Which flows had settled: the ranks of others (which turn, or move for too long) are guesses, but where their
+        ``status`` is "rank_only"."""
         return np.array([l.settled for l in self.limits])
 
     def __repr__(self) -> str:
@@ -71,16 +75,19 @@ def limit_rank_histogram(
     *,
     dim: int,
     draws: int = 100,
-    value: Literal["identity", "random"] = "identity",
+    value: Value = "identity",
     rank: int | None = None,
     symmetric: bool = False,
+    semidefinite: bool = False,
     rng: np.random.Generator | int,
     tol: float = 1e-9,
 ) -> RankHistogram:
     """Ranks of the limits of Gaussian flows with random parameters, all in one vectorised integration.
 
-    Each draw has ``A = K^T Q`` with standard normal K, Q of shape (rank, dim) (symmetric A: ``Q = D K``, D random signs),
-    ``V = I`` or standard normal, and ``Sigma_0 = F F^T``, F standard normal.
+    Each draw has ``A = K^T Q`` with standard normal K, Q of shape (rank, dim) (symmetric A: ``Q = D K``, D random signs;
+    semi-definite A: ``-Q^T Q / sqrt(dim)``), ``V = I``, standard normal, or ``F^T F`` with F standard normal ("gram"), and
+    ``Sigma_0 = F F^T``, F standard normal. The published law is ``value="gram", semidefinite=True``: its limits are finite
+    and of rank exactly ``dim - rank`` (:mod:`otattn.dynamics.limit_algebra`).
 
     Two facts frame the result, for softmax and L2. Along the flow ``L' = G L`` with ``G = (...) A`` or ``(...) Q``, so
     ``L r`` is constant for r in the kernel of ``Q L_0``: a limit that is finite has rank at least ``dim - rank``. And it
@@ -92,10 +99,11 @@ def limit_rank_histogram(
     variant : {"softmax", "l2"}
     dim : int
     draws : int
-    value : {"identity", "random"}
+    value : {"identity", "random", "gram"}
     rank : int, optional
         ``floor(dim / 2)`` by default.
-    symmetric : bool
+    symmetric, semidefinite : bool
+        A semi-definite A is symmetric.
     rng : Generator or int
     tol : float
         Relative size below which an eigenvalue counts as zero.
@@ -109,17 +117,22 @@ def limit_rank_histogram(
     ----------
     Castin, Ablin, Carrillo, Peyre, "A Unified Perspective on the Dynamics of Deep Transformers", 2025.
     """
-    if variant not in ("softmax", "l2") or value not in ("identity", "random"):
+    if variant not in ("softmax", "l2") or value not in ("identity", "random", "gram"):
         raise ValueError(
-            f'variant must be "softmax" or "l2" and value "identity" or "random", received {variant!r} and {value!r}.'
+            'variant must be "softmax" or "l2" and value "identity", "random" or "gram", received '
+            f"{variant!r} and {value!r}."
         )
     d, B = check.count(dim, "dim"), check.count(draws, "draws")
     r = max(1, d // 2) if rank is None else check.count(rank, "rank")
     gen = check.rng_from(rng)
     K, Q = gen.standard_normal((B, r, d)), gen.standard_normal((B, r, d))
-    if symmetric:
+    if semidefinite:
+        Q = Q / d**0.25
+        K = -Q
+    elif symmetric:
         Q = K * gen.choice([-1.0, 1.0], size=(B, r, 1))
     V: Array = np.broadcast_to(np.eye(d), (B, d, d)) if value == "identity" else gen.standard_normal((B, d, d))
+    V = np.swapaxes(V, 1, 2) @ V if value == "gram" else V
     F = gen.standard_normal((B, d, d))
     A = np.swapaxes(K, 1, 2) @ Q
     fields: GaussianField = SoftmaxField(A, V) if variant == "softmax" else L2Field(Q, K, V)
@@ -127,4 +140,5 @@ def limit_rank_histogram(
     limits = gaussian_limits(fields, M, s, np.zeros((B, d)), tol=check.positive(tol, "tol"))
     bounds: Any = np.array([isotropic_dimension(form) for form in A], dtype=np.intp)
     ranks = np.array([l.rank for l in limits], dtype=np.intp)
-    return RankHistogram(ranks, tuple(limits), bounds, d, r, variant, value, symmetric)
+    kind = symmetric or semidefinite
+    return RankHistogram(ranks, tuple(limits), bounds, d, r, variant, value, kind, semidefinite)

@@ -67,6 +67,7 @@ def gaussian_rows(*, dim: int, seed: int) -> list[dict[str, Any]]:
                     "blow_up_time": run.blow_up_time,
                     "trace_at_the_end": float(np.trace(run.covs[-1])),
                     "limit_rank": run.limit_rank,
+                    "limit_status": run.limit_result.status,
                 }
             )
     return rows

@@ -1,0 +1,142 @@
+r"""The covariance flow of softmax and L2 attention in the few columns of the factor that move.
+
+Let ``A = K^T Q`` with Q, K of shape (r, d), r the rank of A, and ``Sigma = L L^T``. Softmax has ``L' = V Sigma K^T Q L``,
+L2 has ``L' = 2 V Sigma K^T (I + 2 K Sigma K^T)^{-1} Q L``. If ``Q L_0 k = 0`` then ``Q L k`` solves a linear equation
+with initial value 0: it stays 0, and so ``L k = L_0 k`` for ever. After a rotation of the columns of ``L_0``
+(``Sigma_0`` does not feel it) therefore ``L = [C, N]`` with a constant C of ``d - r`` columns, ``Q C = 0``, and
+
+    ``N' = V P E Y``,  ``Y = Q N``,  ``P = Sigma K^T = C (K C)^T + N W^T``,  ``W = K N``,
+
+``E = I`` (softmax) or ``2 (I + 2 K Sigma K^T)^{-1}`` (L2). Y is carried as a second part of the state, ``Y' = Q N'``:
+where a limit has ``Q Sigma = 0``, Y dies like a power of time, and as a difference ``Q N`` it would be rounding long
+before the trend of Y can be seen; Y follows its own equation with all digits. For symmetric A, ``K = D Q`` with signs D,
+``K C = 0`` and ``W = D Y``, so P and the velocity keep all digits too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField
+
+__all__ = ["Logits", "LowRankFlow", "low_rank_flow", "signed_factors"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+
+RANK_TOL = 1e-13
+"""Relative size of singular values of A that are rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """``A = K^T Q`` for a stack, ``K = signs Q`` where signs are given: ``Q, K`` (B, r, d), ``signs`` (B, r) or None."""
+
+    Q: Array
+    K: Array
+    signs: Array | None
+
+
+class LowRankFlow:
+    """A stack of flows: constant columns ``C (B, d, d - r)``, start ``N (B, d, r)`` and ``Y (B, r, r)``."""
+
+    def __init__(self, logits: Logits, V: Array, L: Array, *, normalised: bool) -> None:
+        self.Q, self.K, self.signs, self.V, self.normalised = logits.Q, logits.K, logits.signs, V, normalised
+        r = logits.Q.shape[1]
+        U, w, Wt = np.linalg.svd(logits.Q @ L)
+        columns = L @ np.swapaxes(Wt, 1, 2)
+        self.N, self.C, self.Y = columns[:, :, :r], columns[:, :, r:], U * w[:, None, :r]
+        kept = logits.K @ self.C if self.signs is None else np.zeros((len(L), r, self.C.shape[2]))
+        self.base = self.C @ np.swapaxes(kept, 1, 2)
+        self.gram = kept @ np.swapaxes(kept, 1, 2)
+
+    def take(self, index: Index) -> LowRankFlow:
+        """Some members of the stack."""
+        out = object.__new__(LowRankFlow)
+        for name, value in vars(self).items():
+            setattr(out, name, value[index] if isinstance(value, np.ndarray) else value)
+        return out
+
+    def factor(self, N: Array) -> Array:
+        """``[C, N]``."""
+        return np.concatenate([self.C, N], axis=2)
+
+    def _parts(self, N: Array, Y: Array) -> tuple[Array, Array, Array | None, Array]:
+        """``W``, ``P``, ``E`` (None: the identity) and ``E Y``."""
+        W = self.K @ N if self.signs is None else self.signs[:, :, None] * Y
+        P = self.base + N @ np.swapaxes(W, 1, 2)
+        if not self.normalised:
+            return W, P, None, Y
+        E = 2.0 * np.linalg.inv(np.eye(Y.shape[1]) + 2.0 * (self.gram + W @ np.swapaxes(W, 1, 2)))
+        return W, P, E, E @ Y
+
+    def rate(self, N: Array, Y: Array) -> Array:
+        """``N'``."""
+        _, P, _, X = self._parts(N, Y)
+        return np.asarray(self.V @ (P @ X))
+
+    def jacobian(self, N: Array, Y: Array) -> Array:
+        """Derivative of ``N'`` in ``(N, Y)``, of shape ``(B, d r, d r + r r)``.
+
+        With ``X = E Y``: ``dN' = V (dN W^T X + N dW^T X + P E dY) - V P E (dW W^T + W dW^T) X`` (the last for L2, from
+        ``dE = -E (dW W^T + W dW^T) E``), ``dW = K dN`` or ``signs dY``.
+        """
+        B, d, r = N.shape
+        W, P, E, X = self._parts(N, Y)
+        WX, VN, VP = np.swapaxes(W, 1, 2) @ X, self.V @ N, self.V @ P
+        VPE = VP if E is None else VP @ E
+        by_n = np.einsum("bij,bac->bicja", self.V, WX)
+        by_y = np.einsum("bik,ac->bicka", VPE, np.eye(r))
+        by_w = np.einsum("bia,bkc->bicka", VN, X)
+        if E is not None:
+            by_w = by_w - np.einsum("bik,bac->bicka", VPE, WX) - np.einsum("bia,bkc->bicka", VPE @ W, X)
+        if self.signs is None:
+            by_n = by_n + np.einsum("bicka,bkj->bicja", by_w, self.K)
+        else:
+            by_y = by_y + by_w * self.signs[:, None, None, :, None]
+        return np.concatenate([by_n.reshape(B, d * r, d * r), by_y.reshape(B, d * r, r * r)], axis=2)
+
+
+def signed_factors(A: Array) -> Logits | None:
+    """``A = Q^T diag(signs) Q`` for a stack of symmetric A, rows of Q by size; None where one is not symmetric."""
+    scale = np.abs(A).max(axis=(1, 2))
+    At = np.swapaxes(A, 1, 2)
+    if (np.abs(A - At).max(axis=(1, 2)) > RANK_TOL * scale).any():
+        return None
+    w, E = np.linalg.eigh(0.5 * (A + At))
+    order = np.argsort(-np.abs(w), axis=1)
+    w, E = np.take_along_axis(w, order, 1), np.take_along_axis(E, order[:, None, :], 2)
+    w = np.where(np.abs(w) > RANK_TOL * np.abs(w[:, :1]), w, 0.0)
+    r = max(1, int((w != 0.0).sum(axis=1).max()))
+    Q = np.sqrt(np.abs(w[:, :r]))[:, :, None] * np.swapaxes(E[:, :, :r], 1, 2)
+    signs = np.sign(w[:, :r])
+    return Logits(Q, signs[:, :, None] * Q, signs)
+
+
+def low_rank_flow(gaussians: GaussianField, L: Array) -> LowRankFlow | None:
+    """The flow of a stack of covariances ``L L^T``, or None where the field is of another kind."""
+    B, d = L.shape[:2]
+    if isinstance(gaussians, SoftmaxField):
+        A = np.array(np.broadcast_to(gaussians.A, (B, d, d)))
+        logits = signed_factors(A)
+        if logits is None:
+            U, w, Wt = np.linalg.svd(A)
+            w = np.where(w > RANK_TOL * w[:, :1], w, 0.0)
+            r = max(1, int((w > 0.0).sum(axis=1).max()))
+            root = np.sqrt(w[:, :r])[:, :, None]
+            logits = Logits(root * Wt[:, :r], root * np.swapaxes(U[:, :, :r], 1, 2), None)
+    elif isinstance(gaussians, L2Field):
+        shape = (B, *gaussians.Q.shape[-2:])
+        Q, K = np.array(np.broadcast_to(gaussians.Q, shape)), np.array(np.broadcast_to(gaussians.K, shape))
+        if shape[1] > d:
+            return None
+        # K = signs Q row by row, or not at all
+        signs = np.where((K == Q).all(axis=2), 1.0, np.where((K == -Q).all(axis=2), -1.0, 0.0))
+        logits = Logits(Q, K, signs if signs.all() else None)
+    else:
+        return None
+    V = np.array(np.broadcast_to(gaussians.V, (B, d, d)))
+    return LowRankFlow(logits, V, L, normalised=isinstance(gaussians, L2Field))
