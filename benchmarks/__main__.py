@@ -49,6 +49,7 @@ SCRIPTS = (
     Script("real_models", "two trained models on real text", MODELS),
     Script("fuzz", "50,000 random calls of every public function", ("pandas",), ("--calls", "200"), out=False),
     Script("attacks", "attacks on every proven number", ("mpmath",), ("--seconds", "60"), out=False),
+    Script("mutation", "small changes of the formulas: do the tests notice", ("coverage",), None, out=False),
     Script("kills", "100 kills of a running study", (), ("--kills", "3"), out=False),
 )
 

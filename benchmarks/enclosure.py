@@ -36,12 +36,12 @@ def matrices() -> dict[str, np.ndarray]:
     }
 
 
-def main() -> None:
+def grid() -> list[tuple[str, str, np.ndarray, float, int | None]]:
+    """The cells: name of A, name of V, V, a, n."""
     rng = np.random.default_rng(2)
-    cases = []
-    grid = ("I_3", "-I_3", "generic 3x3", "generic 8x8", "rank 2 in 8x8")
+    cases: list[tuple[str, str, np.ndarray, float, int | None]] = []
     for values in ("I", "random"):
-        for name in grid:
+        for name in ("I_3", "-I_3", "generic 3x3", "generic 8x8", "rank 2 in 8x8"):
             d = len(matrices()[name])
             V = np.eye(d) if values == "I" else unit(rng.normal(size=(d, d)))
             for a in (4.0, 25.0, 100.0):
@@ -50,6 +50,10 @@ def main() -> None:
     for name in ("I_3", "-I_3", "skew 3x3", "generic 3x3", "generic 8x8"):
         for a in (1.0, 4.0, 9.0, 25.0):
             cases.append((name, "I, any measure", np.eye(len(matrices()[name])), a, None))
+    return cases
+
+
+def main() -> None:
     lines = [
         "# Enclosures of the W_2 Lipschitz constant",
         "",
@@ -62,7 +66,7 @@ def main() -> None:
     ]
     ratios: dict[str, list[float]] = {}
     papers: dict[str, list[float]] = {}
-    for name, values, V, a, n in cases:
+    for name, values, V, a, n in grid():
         attention = oa.SoftmaxAttention(matrices()[name], V)
         radius = math.sqrt(a)
         start = time.perf_counter()

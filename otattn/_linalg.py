@@ -1,13 +1,24 @@
-"""Small dense helpers on symmetric matrices, and norms that are rounded outward."""
+"""Small dense helpers on symmetric matrices, and norms that are rounded outward.
+
+The norms take float64 arrays, or matrices that bring exact products of their own (``spectral_norm``,
+``largest_eigenvalue``, ``norm``, ``mid``): then what comes back is proved, not rounded by a margin.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "bordered",
+    "column_of",
     "lambda_max_upper",
+    "mid",
+    "norm_upper",
     "polar_factor",
+    "product_error",
     "psd_eigh",
     "psd_sqrt",
     "spectral_norm",
@@ -69,14 +80,60 @@ def spectral_norm(M: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(M, 2)) if M.size else 0.0
 
 
-def spectral_norm_upper(M: NDArray[np.float64]) -> float:
+def mid(M: Any) -> NDArray[np.float64]:
+    """A float64 array near the matrix: itself for an array."""
+    return M if isinstance(M, np.ndarray) else M.mid()
+
+
+def spectral_norm_upper(M: Any) -> Any:
     """Largest singular value, rounded outward by the backward error of the SVD: never below the exact one."""
+    if not isinstance(M, np.ndarray):
+        return M.spectral_norm()
     value = spectral_norm(M)
     return _known(value * (1.0 + 8.0 * max(M.shape, default=1) * _EPS))
 
 
-def lambda_max_upper(S: NDArray[np.float64]) -> float:
+def norm_upper(x: Any) -> Any:
+    """Frobenius norm, rounded outward."""
+    if not isinstance(x, np.ndarray):
+        return x.norm()
+    size = float(np.abs(x).max(initial=0.0))
+    if size == 0.0 or not np.isfinite(size):
+        return _known(size)
+    # a sum of squares overflows, or underflows, before the norm does
+    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * _EPS)
+
+
+def column_of(c: Any) -> Any:
+    """A vector as a matrix of one column."""
+    return c[:, None] if isinstance(c, np.ndarray) else c.column()
+
+
+def bordered(Q: Any, b: Any) -> Any:
+    """The matrix ``[[Q, b], [b^T, 0]]``."""
+    if not isinstance(Q, np.ndarray):
+        return Q.bordered(b)
+    return np.block([[Q, b[:, None]], [b[None, :], np.zeros((1, 1))]])
+
+
+def product_error(A: Any, B: Any) -> float:
+    """An upper bound of the Frobenius norm of what rounding adds to the product ``A @ B``; 0 where products are exact.
+
+    Each entry of a product of inner dimension k differs from the exact one by at most ``k eps`` times the product of the
+    absolute values, whatever the order of summation, and by what underflows.
+    """
+    if not (isinstance(A, np.ndarray) and isinstance(B, np.ndarray)):
+        return 0.0
+    k = A.shape[-1]
+    bound = np.abs(A) @ np.abs(B)
+    count = np.size(bound)
+    return (k + 2) * _EPS * float(norm_upper(np.atleast_1d(bound))) + k * count * 1e-322
+
+
+def lambda_max_upper(S: Any) -> Any:
     """Largest eigenvalue of a symmetric matrix, rounded outward by ``8 dim eps ||S||``."""
+    if not isinstance(S, np.ndarray):
+        return S.largest_eigenvalue()
     s = np.linalg.eigvalsh(symmetrize(S))
     return _known(float(s[-1] + 8.0 * S.shape[-1] * _EPS * max(abs(s[0]), abs(s[-1]))))
 

@@ -49,9 +49,19 @@ Gaussian measures     Bures-Wasserstein, local                               :mo
 :mod:`~otattn.lipschitz.published`; some of theirs that we could not confirm as quoted are restated there with a proof.
 What they print and what holds, with counterexamples of two lines: :mod:`~otattn.lipschitz.papers`.
 
-**Trust.** Closed forms are rounded outward. A relaxation returns a :class:`~otattn.lipschitz.relaxations.Certificate`:
-multipliers from any solver, the bound recomputed from them in numpy, cells bounded at their corners, never sampled;
-``verify()`` does it again. Nothing that a solver claims is used.
+**Trust.** An upper bound carries its statement: the map, the domain, n, p, and which quantity it bounds. Whoever uses it
+checks that it covers what is needed (:meth:`~otattn.lipschitz.bound.Bound.covers`). ``verify()`` proves the value again from
+the statement alone, and ``verify(attention, domain=, n=, p=)`` answers for the caller's own. A relaxation returns a
+:class:`~otattn.lipschitz.relaxations.Certificate` with the multipliers that some solver proposed; nothing that a solver claims
+is used, and cells are bounded at their corners, never sampled.
+
+What is proved: ``verify()`` computes in float64, with margins for rounding that are derived for each step but rest on LAPACK's
+backward errors. ``verify(rigorous=True)`` (extra ``proof``) runs the same formulas on balls and intervals: the value bounds
+the constant of the map whose entries are the given floats, taken as exact numbers. Matrices are products of balls of 192 bits
+(:mod:`~otattn.lipschitz.balls`), an eigenvalue is confirmed by a factorisation whose residual is enclosed, scalars and cells
+are intervals that every operation rounds outward (:mod:`~otattn.lipschitz.intervals`; they trust numpy's exponentials to be
+right within 4 units in the last place). It is offered for every theorem but three, which say so: the ball around given tokens,
+the bound at one measure, and the published bound of L2 attention on all of R^d.
 """
 
 from otattn.lipschitz import bounds, relaxations

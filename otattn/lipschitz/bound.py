@@ -1,20 +1,59 @@
-"""A constant with its meaning: which side it bounds, of what, by which theorem, with which proof of work."""
+"""A constant with its meaning: which side it bounds, of which map, where, by which theorem, with which proof of work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import EllipsisType
 from typing import Any, Literal
 
-from otattn._tabular import html_table
+import numpy as np
+from numpy.linalg import LinAlgError
 
-__all__ = ["Bound", "Enclosure", "Kind"]
+from otattn import _validate as check
+from otattn._tabular import html_table
+from otattn.errors import CertificateError
+from otattn.lipschitz.balls import exact_arithmetic
+from otattn.lipschitz.containment import domain_contains
+from otattn.lipschitz.rounding import ROUNDING
+
+__all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "prover", "same_map", "stated"]
 
 Kind = Literal["lower", "upper", "local", "estimate"]
+Quantity = Literal["lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local"]
+"""What is bounded: the Lipschitz constant of F; ``sup ||V C A||``; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
+of one row; a covariance over an interval simplex; the local constant at one measure."""
+Prover = Callable[[Any, Any, "int | None", float, bool], "Bound"]
+
+_PROVERS: dict[str, Prover] = {}
+_EXACT: set[str] = set()
+
+
+def prover(theorem: str, *, exact: bool = True) -> Callable[[Prover], Prover]:
+    """Register how a theorem is evaluated: ``(attention, domain, n, p, exact) -> Bound``.
+
+    ``exact`` says whether it runs in ball and interval arithmetic too.
+    """
+
+    def register(function: Prover) -> Prover:
+        if theorem in _PROVERS:
+            raise ValueError(f"theorem must be new, received {theorem!r}, which is registered already; choose another.")
+        _PROVERS[theorem] = function
+        if exact:
+            _EXACT.add(theorem)
+        return function
+
+    return register
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
     """A Lipschitz or stability constant and what it stands for.
+
+    The statement of an upper bound is ``(attention, domain, n, p, quantity)``: the value bounds that quantity of that map.
 
     Attributes
     ----------
@@ -34,6 +73,12 @@ class Bound:
         The measure that attains a lower bound, or the certificate of an upper one.
     details : dict
         Intermediate quantities by name.
+    attention : AttentionMap or None
+        The map.
+    theorem : str
+        Key of the theorem that proves the value, "" when there is none.
+    quantity : str
+        What is bounded, "lipschitz" unless the function says otherwise.
     """
 
     value: float
@@ -44,9 +89,128 @@ class Bound:
     n: int | None = None
     witness: Any = None
     details: dict[str, Any] = field(default_factory=dict)
+    attention: Any = None
+    theorem: str = ""
+    quantity: Quantity = "lipschitz"
 
     def __float__(self) -> float:
         return float(self.value)
+
+    def covers(
+        self, attention: Any, *, domain: Any, n: int | None, p: float = 2.0, quantity: Quantity = "lipschitz"
+    ) -> str | None:
+        """Why this upper bound does not bound that constant of that map; None when it does.
+
+        A bound for any measure covers n tokens, and one on a domain covers the domains inside it.
+        """
+        if self.kind != "upper":
+            return f"it is a {self.kind} bound"
+        if self.quantity != quantity:
+            return f"it bounds {self.quantity!r}, not {quantity!r}"
+        if not same_map(self.attention, attention):
+            return "it belongs to another attention map"
+        if self.p != p:
+            return f"it holds for p = {self.p:g}, not {p:g}"
+        if self.n is not None and self.n != n:
+            return f"it holds for n = {self.n}, not {'any measure' if n is None else n}"
+        return domain_contains(self.domain, domain)
+
+    def verify(
+        self,
+        attention: Any = None,
+        *,
+        domain: Any = None,
+        n: int | EllipsisType | None = ...,
+        p: float | None = None,
+        rigorous: bool = False,
+    ) -> bool:
+        """True when the value is proved again, from the statement alone.
+
+        Parameters
+        ----------
+        attention : AttentionMap, optional
+            The caller's own statement: the map, ``domain``, ``n`` and ``p``. What is left out is taken from the bound; the answer
+            is False when the bound does not cover it.
+        domain : Domain, optional
+        n : int or None, optional
+            None is any measure.
+        p : float, optional
+        rigorous : bool
+            False: in float64, with margins for rounding. True: with ball and interval arithmetic (extra ``proof``), which
+            proves the value for the floats of the map and of the domain as exact numbers.
+
+        Raises
+        ------
+        ValueError
+            The bound has no theorem, or no rigorous evaluation exists for it.
+        ImportError
+            ``rigorous`` without python-flint.
+        """
+        if not self._provable:
+            raise ValueError(
+                f"verify needs an upper bound with a theorem, received kind {self.kind!r} and theorem {self.theorem!r}; "
+                "a lower bound is checked by evaluating its witness."
+            )
+        if self.kind != "upper":
+            return False
+        if rigorous:
+            self._check_exact()
+        wanted = self.statement(attention, domain, n, p)
+        if self.covers(wanted[0], domain=wanted[1], n=wanted[2], p=wanted[3], quantity=self.quantity) is not None:
+            return False
+        try:
+            return self._proves(rigorous)
+        except (CertificateError, LookupError, ArithmeticError, AttributeError, ValueError, TypeError, LinAlgError):
+            return False  # the statement, or the multipliers, do not satisfy the theorem's hypotheses
+
+    def statement(
+        self, attention: Any = None, domain: Any = None, n: int | EllipsisType | None = ..., p: float | None = None
+    ) -> tuple[Any, Any, int | None, float]:
+        """``(attention, domain, n, p)``, with what is not given taken from the bound."""
+        return (
+            self.attention if attention is None else attention,
+            self.domain if domain is None else domain,
+            self.n if isinstance(n, EllipsisType) else n,
+            self.p if p is None else float(p),
+        )
+
+    @property
+    def _provable(self) -> bool:
+        return self.theorem in _PROVERS
+
+    @property
+    def _has_exact(self) -> bool:
+        return self.theorem in _EXACT
+
+    def _check_exact(self) -> None:
+        if not self._has_exact:
+            raise ValueError(
+                f"no rigorous evaluation is offered for {self.theorem!r}; verify() checks it in float64 with margins for "
+                "rounding."
+            )
+
+    def _proves(self, rigorous: bool) -> bool:
+        new = prove(self.theorem, self.attention, self.domain, self.n, self.p, exact=rigorous)
+        return self._at_least(new, 0.0 if rigorous else ROUNDING)
+
+    def _at_least(self, new: Bound, slack: float) -> bool:
+        """Whether the value, or its logarithm beyond the largest float, is at least the new one."""
+        if math.isnan(self.value) or new.quantity != self.quantity:
+            return False
+        if self.value == math.inf:
+            return float(self.details.get("log_value", math.inf)) >= float(new.details["log_value"]) - slack
+        return bool(new.value <= self.value * (1.0 + slack))
+
+    def rigorous_value(self) -> float:
+        """The value that ball and interval arithmetic proves for the statement (extra ``proof``).
+
+        Raises
+        ------
+        CertificateError
+            Nothing is proved.
+        """
+        self._check_exact()
+        return float(prove(self.theorem, self.attention, self.domain, self.n, self.p, exact=True).value)
 
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
@@ -57,6 +221,8 @@ class Bound:
             "p": self.p,
             "n": self.n,
             "source": self.source,
+            **({"theorem": self.theorem} if self.theorem else {}),
+            **({} if self.quantity == "lipschitz" else {"quantity": self.quantity}),
             **plain,
         }
 
@@ -70,12 +236,78 @@ class Bound:
         return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.source})"
 
 
+def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *, exact: bool = False) -> Bound:
+    """The bound that a theorem gives for a statement; with ``exact`` in ball and interval arithmetic.
+
+    Raises
+    ------
+    ValueError
+        The hypotheses do not hold, or ``exact`` is not offered for the theorem.
+    """
+    check_orders(n, p)
+    dim = getattr(domain, "dim", None)
+    if dim is not None and dim != attention.in_dim:
+        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
+    with exact_arithmetic() if exact else nullcontext():
+        found = _PROVERS[theorem](attention, domain, n, p, exact)
+    return dataclasses.replace(found, attention=attention)
+
+
+def check_orders(n: Any, p: Any) -> None:
+    """Refuse a number of tokens that is not one, or None, and an order below 1."""
+    if n is not None:
+        check.count(n, "n")
+    check.check_order(p)
+
+
+def stated(bound: Bound, attention: Any) -> Bound:
+    """The bound with the map that it is about."""
+    return bound if bound.attention is attention else dataclasses.replace(bound, attention=attention)
+
+
+def same_map(first: Any, second: Any) -> bool:
+    """True when two attention maps are of one kind and made of the same numbers."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, np.ndarray):
+        return first.shape == second.shape and bool(np.array_equal(first, second))
+    if isinstance(first, (tuple, list)):
+        return len(first) == len(second) and all(map(same_map, first, second))
+    if is_dataclass(first):
+        return all(same_map(getattr(first, f.name), getattr(second, f.name)) for f in fields(first) if f.compare)
+    return bool(first == second)
+
+
 @dataclass(frozen=True, eq=False)
 class Enclosure:
-    """A witnessed lower and a proved upper bound of one constant."""
+    """A witnessed lower and a proved upper bound of one constant.
+
+    Raises
+    ------
+    CertificateError
+        The lower bound exceeds the upper one: one of them is false, and a report is asked for.
+    ValueError
+        The bounds belong to different maps, domains, orders or numbers of tokens.
+    """
 
     lower: Bound
     upper: Bound
+
+    def __post_init__(self) -> None:
+        low, high = self.lower, self.upper
+        if low.kind != "lower" or high.kind != "upper":
+            raise ValueError(f"an enclosure needs a lower and an upper bound, received {low.kind!r} and {high.kind!r}.")
+        if low.attention is not None:
+            reason = high.covers(low.attention, domain=low.domain, n=low.n, p=low.p)
+            if reason is not None:
+                raise ValueError(f"the upper bound must cover the constant of the lower one, but {reason}.")
+        if not low.value <= high.value:
+            raise CertificateError(
+                f"the lower bound {low.value!r} ({low.source}) exceeds the upper bound {high.value!r} ({high.source}): one of "
+                "them is false. Please report the attention map, the domain, n and p."
+            )
 
     @property
     def ratio(self) -> float:

@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from otattn import _validate as check
-from otattn._linalg import lambda_max_upper
+from otattn._linalg import lambda_max_upper, mid
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.l2_bounds import l2_bounds
 from otattn.lipschitz.masked_bounds import masked_softmax_bounds
 from otattn.lipschitz.pointwise_bounds import unnormalised
 from otattn.lipschitz.regions import Region, Seen, check_count, resolve_domain, see
-from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.rounding import log, log_sum, top, up
 from otattn.lipschitz.setting import check_sizes, form_of
 from otattn.lipschitz.theorems import outward, softmax_bounds
-from otattn.measures.domains import Domain
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["HeadPart", "combine_heads", "head_upper_bounds", "heads_of", "multi_head_bound"]
 
@@ -47,13 +49,19 @@ def head_upper_bounds(
     """
     counts = [n] if n is None or n == 1 else [n, None]
     if isinstance(head, SoftmaxAttention):
-        seen = see(form_of(head, V, causal=causal), region) if base is None else base.with_values(V)
+        if base is None:
+            base = see(
+                form_of(head, V, causal=causal, exact=region.exact, ball=isinstance(region.domain, Ball)), region
+            )
+            seen = base
+        else:
+            seen = base.with_values(V)
         bounds = masked_softmax_bounds if causal else softmax_bounds
         return [b for count in counts for b in bounds(seen, count, p)]
     if isinstance(head, L2Attention):
         return l2_bounds(head, V, region, counts, p, causal)
     if isinstance(head, PointwiseAttention):
-        return [unnormalised(head, V, region.domain, n, p)]
+        return [unnormalised(head, V, region, n, p)]
     return []
 
 
@@ -62,30 +70,32 @@ class HeadPart:
     """One head of a sum, ``W Gamma``: ``compact`` is a value matrix with ``|compact x| = |W V x|``."""
 
     head: SoftmaxAttention | L2Attention | PointwiseAttention
-    output: Array
-    compact: Array
+    output: Any
+    compact: Any
     causal: bool
 
     @property
-    def values(self) -> Array:
+    def values(self) -> Any:
         """The total value matrix ``W V``."""
-        return np.asarray(self.output @ self.head.V)
+        return self.output @ self.head.V
 
 
-def heads_of(attention: AttentionMap) -> list[HeadPart]:
-    """The heads of an attention map; nested sums are opened, a mask is handed down."""
+def heads_of(attention: AttentionMap, *, exact: bool = False) -> list[HeadPart]:
+    """The heads of an attention map; nested sums are opened, a mask is handed down. ``exact``: products in balls."""
     check_sizes(attention)
-    return _parts(attention, None, False)
+    return _parts(attention, None, False, exact)
 
 
-def _parts(attention: AttentionMap, W: Array | None, causal: bool) -> list[HeadPart]:
+def _parts(attention: AttentionMap, W: Any, causal: bool, exact: bool) -> list[HeadPart]:
     if isinstance(attention, MaskedAttention):
-        return _parts(attention.attention, W, True)
+        return _parts(attention.attention, W, True, exact)
     if isinstance(attention, MultiHeadAttention):
         out: list[HeadPart] = []
         for i, head in enumerate(attention.heads):
-            own = None if attention.outputs is None else attention.outputs[i]
-            out += _parts(head, own if W is None else (W if own is None else W @ own), causal)
+            own: Any = None if attention.outputs is None else attention.outputs[i]
+            if own is not None and exact:
+                own = BallMatrix.exact(own)
+            out += _parts(head, own if W is None else (W if own is None else W @ own), causal, exact)
         return out
     if not isinstance(attention, SoftmaxAttention | L2Attention | PointwiseAttention):
         raise ValueError(
@@ -93,6 +103,9 @@ def _parts(attention: AttentionMap, W: Array | None, causal: bool) -> list[HeadP
             f"{type(attention).__name__}; see otattn.bounds.table."
         )
     compact = np.asarray(attention.V)
+    if exact:
+        W = BallMatrix.exact(np.eye(len(compact))) if W is None else W
+        return [HeadPart(attention, W, W @ compact, causal)]
     if W is None:
         W = np.eye(len(compact))
     else:
@@ -147,24 +160,27 @@ def multi_head_bound(
     otattn, multi-head bound.
     """
     region = resolve_domain(radius, domain, attention.in_dim)
-    return _multi_head(attention, region, check_count(n), check.check_order(p))
+    return prove("multi_head_bound", attention, region, check_count(n), check.check_order(p))
 
 
-def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float) -> Bound:
-    parts, region = heads_of(attention), Region.of(domain)
-    source = "otattn.bounds.multi_head_bound: multi-head bound"
+@prover("multi_head_bound")
+def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    parts, region = heads_of(attention, exact=exact), Region.of(domain, exact=exact)
+    source = "multi_head_bound"
     bases = [
-        see(form_of(part.head, part.head.V, causal=part.causal), region)
+        see(form_of(part.head, part.head.V, causal=part.causal, exact=exact), region)
         if isinstance(part.head, SoftmaxAttention)
         else None
         for part in parts
     ]
 
-    def best(values: Sequence[Array | None]) -> list[float]:
+    def best(values: Sequence[Any]) -> list[float]:
         return [_best(*args, region, n, p) for args in zip(parts, values, bases, strict=True)]
 
     logs = best([part.compact for part in parts])
-    value, shares, combination = log_sum(*logs), None, "sum"
+    shares, combination = None, "sum"
+    value: Any = log_sum(*(lift(x) for x in logs)) if exact and max(logs) > -math.inf else log_sum(*logs)
+    value = top(value)
     if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
         for name, factors, values in (
             ("identity", [part.values for part in parts], [None] * len(parts)),
@@ -172,12 +188,12 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
         ):
             singles = best(values)
             joint, s = combine_heads(factors, singles)
-            if joint < value:
-                value, shares, combination, logs = joint, s, name, singles
+            if top(joint) < value:
+                value, shares, combination, logs = top(joint), s, name, singles
     details: dict[str, Any] = {"log_head_bounds": logs, "combination": combination}
     if shares is not None:
         details["shares"] = [float(s) for s in shares]
-    return outward(value, source, domain, n, p, details)
+    return outward(lift(value) if exact and value > -math.inf else value, source, domain, n, p, details)
 
 
 def _best(part: HeadPart, V: Array | None, base: Seen | None, region: Region, n: int | None, p: float) -> float:
@@ -190,16 +206,18 @@ def _best(part: HeadPart, V: Array | None, base: Seen | None, region: Region, n:
     return min(float(b.details["log_value"]) for b in bounds)
 
 
-def combine_heads(U: list[Array], logs: list[float]) -> tuple[float, Array]:
+def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:
     """Logarithm of ``lambda_max( sum_h c_h^2 U_h U_h^T / s_h )^{1/2}`` at the best s found, and that s.
 
     ``logs`` are the ``log c_h``. The search alternates: for a density matrix X (a running mean of the top
     eigenvectors' projectors) the best shares are proportional to ``c_h <U_h U_h^T, X>^{1/2}``.
     """
-    top = max(logs)
-    if math.isinf(top):
-        return top, np.full(len(U), 1.0 / len(U))
-    W = np.hstack([M * math.exp(c - top) for M, c in zip(U, logs, strict=True)])
+    largest = max(logs)
+    if math.isinf(largest):
+        return largest, np.full(len(U), 1.0 / len(U))
+    if isinstance(U[0], BallMatrix):
+        return _proved_combination(U, logs, combine_heads([mid(M) for M in U], logs)[1])
+    W = np.hstack([M * math.exp(c - largest) for M, c in zip(U, logs, strict=True)])
     scale = float(np.abs(W).max(initial=0.0))
     if scale == 0.0:
         return -math.inf, np.full(len(U), 1.0 / len(U))
@@ -210,7 +228,17 @@ def combine_heads(U: list[Array], logs: list[float]) -> tuple[float, Array]:
     grams = np.stack([B @ B.T for B in blocks])
     shares = _shares(grams)
     value = lambda_max_upper(np.einsum("hij,h->ij", grams, 1.0 / shares))
-    return top + math.log(scale) + 0.5 * log(up(value)), shares
+    return largest + math.log(scale) + 0.5 * log(up(value)), shares
+
+
+def _proved_combination(U: list[BallMatrix], logs: list[float], shares: Array) -> tuple[Any, Array]:
+    """The same at given shares, which are normalised in exact arithmetic."""
+    largest = max(logs)
+    total = lift(shares).sum()
+    size = np.exp(lift(np.array(logs)) - largest) ** 2 * total / lift(shares)
+    terms = [(M @ M.T) * size[h] for h, M in enumerate(U)]
+    whole = sum(terms[1:], terms[0])
+    return lift(largest) + 0.5 * log(np.maximum(lambda_max_upper(whole), 0.0)), shares
 
 
 def _shares(grams: Array) -> Array:

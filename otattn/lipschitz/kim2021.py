@@ -10,8 +10,8 @@ from scipy.special import lambertw
 from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention
-from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.rounding import down, log, up
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.rounding import ROUNDING, down, log, up
 from otattn.lipschitz.setting import check_two, refuse_bias, softmax_form
 from otattn.measures import Ball, DiscreteMeasure
 
@@ -56,7 +56,16 @@ def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
     [KPM21] Theorem 3.2 (constant re-derived here, see above).
     """
     check_two(p, "kim2021_l2")
+    return prove("kim2021_l2", attention, None, check.count(n, "n"), 2.0)
+
+
+@prover("kim2021_l2", exact=False)
+def _kim_l2(attention: AttentionMap, domain: None, n: int | None, p: float, exact: bool) -> Bound:
+    """On all of ``R^d`` (``domain`` None)."""
     count = check.count(n, "n")
+    check_two(p, "kim2021_l2")
+    if domain is not None:
+        raise ValueError(f"kim2021_l2 is about all of R^d, domain None, received {domain!r}.")
     tau = up(float(lambertw((count - 1) / math.e).real))
     inner = attention.attention if isinstance(attention, MaskedAttention) else attention
     heads = inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
@@ -75,7 +84,9 @@ def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
         mix = math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
     value = up(math.sqrt(count) * (4.0 * tau + 1.0) * math.sqrt(total) * mix)
     source = "kim2021_l2: [KPM21] Theorem 3.2, constant re-derived"
-    return Bound(value, "upper", source, n=count, details={"log_value": log(value), "phi_inverse": tau})
+    value *= 1.0 + ROUNDING
+    details = {"log_value": log(value), "phi_inverse": tau}
+    return Bound(value, "upper", source, n=count, details=details, theorem="kim2021_l2")
 
 
 def _tied_norm(head: L2Attention) -> float:

@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.intervals import is_interval, lift
 from otattn.lipschitz.masked_bounds import masked_column_sum
 from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
-from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.row_constants import row_constant, two_largest
 from otattn.lipschitz.setting import SoftmaxForm
 from otattn.lipschitz.theorems import column_log, outward
@@ -37,32 +39,51 @@ Array = NDArray[np.float64]
 class _Numbers:
     """What the bounds need, each never below the exact number."""
 
-    v: float
-    sigma: float
-    R: float
-    t: float
-    h: float
-    kappa: float
-    spread: float
+    v: Any
+    sigma: Any
+    R: Any
+    t: Any
+    h: Any
+    kappa: Any
+    spread: Any
 
 
-def _numbers(head: L2Attention, region: Region, V: Array | None) -> _Numbers:
-    Q, K = head.Q, head.K
-    values = np.eye(head.in_dim) if V is None else V
-    A = 2.0 * K.T @ Q
-    seen = see(SoftmaxForm(A, values, None, False, None), region)
+def _numbers(head: L2Attention, region: Region, V: Any) -> _Numbers:
+    wrap: Any = BallMatrix.exact if region.exact else np.asarray
+    Q, K = wrap(head.Q), wrap(head.K)
+    values = wrap(np.eye(head.in_dim) if V is None else V)
+    A = 2.0 * (K.T @ Q)
+    # what rounding does to A, relative to its norm
+    error = (
+        0.0 if region.exact else min(1.0, 2.0 * product_error(head.K.T, head.Q) / max(spectral_norm_upper(A), 1e-300))
+    )
+    seen = see(SoftmaxForm(A, values, None, False, None, error), region)
     R, center = seen.R, seen.region.center
-    o = np.zeros(len(Q)) if center is None else (Q - K) @ center
-    size = up(float(np.linalg.norm(o)))
+    size: Any = 0.0
+    pull: Any = 0.0
+    if center is not None:
+        o = (Q - K) @ center
+        rounded = 0.0 if region.exact else 2.0 * product_error(np.abs(head.Q) + np.abs(head.K), center[:, None])
+        size = norm_upper(o) + rounded
+        pull = norm_upper(K.T @ o) + (0.0 if region.exact else rounded * norm_upper(K) + product_error(K.T, o[:, None]))
     q, k, split = spectral_norm_upper(Q), spectral_norm_upper(K), spectral_norm_upper(Q - K)
-    G = seen.form.norm_A * R + up(2.0 * float(np.linalg.norm(K.T @ o))) + 2.0 * spectral_norm_upper(K.T @ K) * R
+    if not region.exact:
+        split += 1e-15 * (q + k)
+    G = up(seen.form.norm_A * R + 2.0 * pull + 2.0 * (k * k) * R)
     rho, key = q * R + size, k * R
-    spread = 4.0 * rho * key if rho >= key else (rho + key) ** 2
-    # |(Q - K) z + o|^2 + ||K||^2 (R^2 - |z|^2) <= (split s + |o|)^2 + k^2 (R^2 - s^2) at |z| = s in [0, R]
-    bend = split * split - k * k
-    s = R if bend >= 0.0 else min(R, split * size / -bend)
-    kappa = bend * s * s + 2.0 * split * size * s + size * size + key * key
-    return _Numbers(seen.v, seen.sigma, R, up(R * G), up(key * key), up(min(kappa, spread)), up(spread))
+    spread = np.where(rho >= key, 4.0 * product(rho, key), np.square(rho + key))
+    kappa = least(_least_pull(split, size, k, R), spread)
+    return _Numbers(seen.v, seen.sigma, R, up(product(R, G)), up(key * key), up(kappa), up(spread))
+
+
+def _least_pull(split: Any, size: Any, k: Any, R: Any) -> Any:
+    """``max_{s in [0, R]} (split s + |o|)^2 + k^2 (R^2 - s^2)``: at R where it is convex, else at its vertex or at R."""
+    at_end = np.square(split * R + size)
+    if top(split) >= top(k):
+        return np.maximum(at_end, np.square(size) + np.square(k * R))
+    bend = k * k - split * split  # positive: the maximum over all s is |o|^2 (1 + split^2 / bend) + k^2 R^2
+    free = np.square(size) * (1.0 + split * split / bend) + np.square(k * R)
+    return np.where(split * size <= bend * R, free, at_end)
 
 
 def l2_row_bound(
@@ -101,15 +122,25 @@ def l2_row_bound(
     ----------
     otattn, L2 row bound.
     """
-    head, region = _head(attention, None), resolve_domain(radius, domain, attention.in_dim)
+    _head(attention, None)
+    region = resolve_domain(radius, domain, attention.in_dim)
     if check.check_order(p) != 2.0:
         raise ValueError(f"p must be 2 for l2_row_bound, received {p!r}; use l2_column_bound.")
-    return _row(_numbers(head, Region.of(region), head.V), region, check.count(n, "n"))
+    return prove("l2_row_bound", attention, region, check.count(n, "n"), 2.0)
+
+
+@prover("l2_row_bound")
+def _l2_row(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    if p != 2.0:
+        raise ValueError(f"p must be 2 for l2_row_bound, received {p:g}.")
+    head = _head(attention, None)
+    return _row(_numbers(head, Region.of(domain, exact=exact), head.V), domain, check.count(n, "n"))
 
 
 def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
-    source = "otattn.bounds.l2_row_bound: L2 row bound"
-    phi = up(min(max(1.0, (1.0 + x.t) / math.sqrt(2.0)), math.hypot(row_constant(x.t), 0.5 * math.sqrt(x.h))))
+    source = "l2_row_bound"
+    root = np.sqrt(lift(2.0) if is_interval(x.t) else 2.0)
+    phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_constant(x.t), 0.5 * np.sqrt(x.h))))
     value = x.v if n == 1 else two_largest(x.v * phi, x.sigma, n)
     return outward(log(value), source, domain, n, 2.0, {"row_constant": phi, "sigma": x.sigma, "t": x.t})
 
@@ -154,22 +185,28 @@ def l2_column_bound(
     """
     order = check.check_order(p)
     count = check_count(n)
-    head = _head(attention, None if math.isinf(order) or count is not None else False)
+    _head(attention, None if math.isinf(order) or count is not None else False)
     region = resolve_domain(radius, domain, attention.in_dim)
-    return _column(_numbers(head, Region.of(region), head.V), region, count, order, attention.causal)
+    return prove("l2_column_bound", attention, region, count, order)
+
+
+@prover("l2_column_bound")
+def _l2_column(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    head = _head(attention, None if math.isinf(p) or n is not None else False)
+    return _column(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n, p, attention.causal)
 
 
 def _column(x: _Numbers, domain: Domain, n: int | None, p: float, causal: bool) -> Bound:
-    source = "otattn.bounds.l2_column_bound: L2 column bound"
+    source = "l2_column_bound"
     if n == 1:
         return outward(log(x.v), source, domain, n, p, {})
-    row = math.sqrt(1.0 + 0.5 * x.h + x.t * x.t) if p >= 2.0 else 1.0 + 2.0 * x.t
-    sums = 0.0
+    row = np.hypot(np.sqrt(1.0 + 0.5 * x.h), x.t) if p >= 2.0 else 1.0 + 2.0 * x.t
+    sums: Any = 0.0
     if not math.isinf(p):
         # a causal map comes here with n only
-        total = math.log(masked_column_sum(x.spread, n)) if causal and n else column_log(x.kappa, x.spread, n)
+        total = log(masked_column_sum(x.spread, n)) if causal and n else column_log(x.kappa, x.spread, n)
         sums = total / p
-    value = log_sum(log(x.sigma), log(x.v) + sums + math.log(row))
+    value = log_sum(log(x.sigma), log(x.v) + sums + log(row))
     return outward(value, source, domain, n, p, {"kappa": x.kappa, "sigma": x.sigma, "row": row})
 
 

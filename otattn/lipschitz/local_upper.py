@@ -14,7 +14,7 @@ from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import PointwiseAttention, ReLUAttention
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.bound import Bound, prove, prover
 from otattn.lipschitz.head_bounds import HeadPart, combine_heads, heads_of
 from otattn.lipschitz.rounding import log, safe_exp, up
 
@@ -71,8 +71,17 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     otattn, local bound; costs ``n^2 e^2`` operations a head.
     """
     measure = attention.as_measure(mu)
+    return prove("local_upper_bound", attention, measure, measure.n, 2.0)
+
+
+@prover("local_upper_bound", exact=False)
+def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: float, exact: bool) -> Bound:
+    if n != measure.n or p != 2.0:
+        raise ValueError(f"the local bound is about {measure.n} atoms and p = 2, received n = {n}, p = {p:g}.")
     live = measure if (measure.weights > 0).all() else measure.support()
     times = getattr(live, "times", None) if attention.causal else None
+    if attention.causal and times is None:
+        raise ValueError(f"a masked map needs a measure whose atoms have times, received {type(measure).__name__}.")
     check.moderate(live.points, "mu")
     heads = heads_of(attention)
     try:
@@ -88,6 +97,8 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
         "otattn.bounds.local_upper_bound: local bound",
         domain=measure,
         n=measure.n,
+        theorem="local_upper_bound",
+        quantity="local",
         details={"head_bounds": [float(c) for c in parts]},
     )
 

@@ -319,4 +319,4 @@ def lipschitz_lower_bound(
         witness, value, details = _best_measure(task, order, generator, effort)
     else:
         witness, value, details = _best_tokens(task, check.count(n, "n"), order, generator, effort)
-    return Bound(value, "lower", SOURCE, order, task.domain, n, witness, details)
+    return Bound(value, "lower", SOURCE, order, task.domain, n, witness, details, attention)

@@ -10,18 +10,20 @@ e^{2t}``, for the row that sees i tokens. Notation as in :mod:`otattn.lipschitz.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.intervals import is_interval, lift
 from otattn.lipschitz.regions import Seen, check_count, resolve_domain, see
-from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.rounding import log, log_sum, top, up
 from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant
 from otattn.lipschitz.setting import softmax_form
 from otattn.lipschitz.theorems import column_bound_of, outward, row_bound_of
-from otattn.measures.domains import Domain
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["masked_average_bound", "masked_column_bound", "masked_column_sum", "masked_row_bound"]
 
@@ -61,7 +63,13 @@ def masked_column_bound(
     ----------
     otattn, masked column bound.
     """
-    return _masked_column(_seen(attention, radius, domain), check.count(n, "n"), check.check_order(p))
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("masked_column_bound", attention, region, check.count(n, "n"), check.check_order(p))
+
+
+@prover("masked_column_bound")
+def _masked_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    return _masked_column(_seen(attention, domain, exact), check.count(n, "n"), p)
 
 
 def _masked_column(seen: Seen, n: int, p: float) -> Bound:
@@ -70,12 +78,12 @@ def _masked_column(seen: Seen, n: int, p: float) -> Bound:
         return outward(log(seen.v), source, seen.region.domain, n, p, {})
     row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
     total = masked_column_sum(2.0 * seen.t, n)
-    value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else math.log(total) / p))
+    value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else log(total) / p))
     details = {"column_sum": total, "sigma": seen.sigma, "row": row}
     return outward(value, source, seen.region.domain, n, p, details)
 
 
-def masked_column_sum(spread: float, n: int) -> float:
+def masked_column_sum(spread: Any, n: int) -> Any:
     r"""``S_n`` for logits that differ by at most ``spread`` in a row, never below the exact sum, in O(1) time.
 
     With ``r = e^{-spread}`` it is ``sum_{i=0}^{n-1} f(i)``, ``f(x) = 1 / (1 + r x)``, that is ``(psi(n + 1/r) -
@@ -92,15 +100,15 @@ def masked_column_sum(spread: float, n: int) -> float:
     parts make up the logarithm, and ``sum f''(i) >= int_m^{n-1} f'' + (f''(m) + f''(n-1))/2``, since a chord of a
     convex function lies above it.
     """
-    r = math.exp(-spread)
-    if not n * r > NEGLIGIBLE:
-        return up(float(n))  # every term is at most 1, and less by at most n r
+    r = np.exp(-spread)
+    if not top(n * r) > NEGLIGIBLE:
+        return up(lift(float(n)) if is_interval(r) else float(n))  # every term is at most 1, and less by at most n r
     m = min(n, SUMMED_ROWS)
-    total = math.fsum(1.0 / (1.0 + i * r) for i in range(m))
+    total = (1.0 / (1.0 + np.arange(m) * r)).sum()
     if n > m:
         first, last = 1.0 / (1.0 + m * r), 1.0 / (1.0 + (n - 1.0) * r)
         slopes = r * (first * first - last * last) + r * r * (first**3 + last**3)
-        total += math.log1p((n - m) * r / (1.0 + (m - 0.5) * r)) / r - slopes / 24.0
+        total = total + np.log1p((n - m) * r / (1.0 + (m - 0.5) * r)) / r - slopes / 24.0
     return up(total)
 
 
@@ -131,10 +139,15 @@ def masked_row_bound(
     ----------
     otattn, masked row bound.
     """
-    seen = _seen(attention, radius, domain)
-    if check.check_order(p) != 2.0:
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("masked_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
+
+
+@prover("masked_row_bound")
+def _masked_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    if p != 2.0:
         raise ValueError(f"p must be 2 for masked_row_bound, received {p!r}; use masked_column_bound.")
-    return _masked_row(seen, check.count(n, "n"))
+    return _masked_row(_seen(attention, domain, exact), check.count(n, "n"))
 
 
 def _masked_row(seen: Seen, n: int) -> Bound:
@@ -142,29 +155,32 @@ def _masked_row(seen: Seen, n: int) -> Bound:
     if n == 1:
         return outward(log(seen.v), source, seen.region.domain, n, 2.0, {})
     phi2 = row_constant(seen.t) ** 2
-    total, i = 0.0, 1
+    total: Any = 0.0
+    i = 1
     # blocks of rows: Psi_i grows with i and 1/i falls, so a block is bounded by its last Psi and its first
     # 1/i
     while i <= min(n, BLOCK_ROWS):
         last = i if i < 64 else min(n, i + i // 64)
         psi2 = density_constant(seen.t_ball, last)[0] ** 2
-        total += float(np.minimum(phi2, psi2 / np.arange(i, last + 1)).sum())
+        total = total + np.minimum(phi2, psi2 / np.arange(i, last + 1)).sum()
         i = last + 1
     if i <= n:
-        total += _later_rows(phi2, density_constant(seen.t_ball, n)[0] ** 2, i - 1, n)
-    value = log_sum(log(seen.sigma), log(seen.v) + 0.5 * math.log(up(total)))
-    details = {"row_constant": math.sqrt(phi2), "row_sum": total, "sigma": seen.sigma}
+        total = total + _later_rows(phi2, density_constant(seen.t_ball, n)[0] ** 2, i - 1, n)
+    value = log_sum(log(seen.sigma), log(seen.v) + 0.5 * log(up(total)))
+    details = {"row_constant": row_constant(seen.t), "row_sum": total, "sigma": seen.sigma}
     return outward(value, source, seen.region.domain, n, 2.0, details)
 
 
-def _later_rows(phi2: float, psi2: float, m: int, n: int) -> float:
+def _later_rows(phi2: Any, psi2: Any, m: int, n: int) -> Any:
     """At least ``sum_{i=m+1}^n min(phi2, psi2 / i)``: the least ``(k - m) phi2 + psi2 log(n / k)``, k in [m, n].
 
     Every real k gives a bound: ``min(phi2, psi2 / x)`` falls, so the sum is at most its integral from m to n, and that
     at most phi2 on [m, k] and ``psi2 / x`` on [k, n].
     """
-    k = float(n) if math.isinf(psi2) else min(float(n), max(float(m), psi2 / phi2))
-    return (k - m) * phi2 + (psi2 * math.log(n / k) if k < n else 0.0)
+    k = float(n) if math.isinf(top(psi2)) else min(float(n), max(float(m), top(psi2) / top(phi2)))
+    ratio = lift(float(n)) / k if is_interval(psi2) else n / k
+    rows = lift(k) - m if is_interval(psi2) else k - m
+    return rows * phi2 + (psi2 * np.log(ratio) if k < n else 0.0)
 
 
 def masked_average_bound(
@@ -204,26 +220,35 @@ def masked_average_bound(
     order = check.check_order(p)
     if not 1.0 < order < math.inf:
         raise ValueError(f"p must lie in (1, inf) for masked_average_bound, received {p!r}; use masked_column_bound.")
-    return _masked_average(_seen(attention, radius, domain), check_count(n), order)
+    return prove(
+        "masked_average_bound", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), order
+    )
+
+
+@prover("masked_average_bound")
+def _masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    if not 1.0 < p < math.inf:
+        raise ValueError(f"p must lie in (1, inf) for masked_average_bound, received {p!r}.")
+    return _masked_average(_seen(attention, domain, exact), n, p)
 
 
 def _masked_average(seen: Seen, n: int | None, p: float) -> Bound:
     source = "masked_average_bound"
     if n == 1:
         return outward(log(seen.v), source, seen.region.domain, n, p, {})
-    t = seen.t
     r = np.concatenate([[1.0], 1.0 + (p - 1.0) * np.linspace(0.005, 0.995, 199)])
-    # log N_r: the closed form (1 + t^2)^{1/r'} (1 + 2t)^{1 - 2/r'} for r < 2, 1/r' = 1 - 1/r
+    best = float(r[int(_average_log(r, top(seen.t), p).argmin())])
+    order = lift(best) if is_interval(seen.t) else best
+    value = log_sum(log(seen.sigma), log(seen.v) + _average_log(order, seen.t, p))
+    return outward(value, source, seen.region.domain, n, p, {"r": best, "sigma": seen.sigma})
+
+
+def _average_log(r: Any, t: Any, p: float) -> Any:
+    """``log( N_r (E p / (p - r))^{1/r} )``; N_r is ``(1 + t^2)^{1/r'} (1 + 2t)^{1 - 2/r'}`` for r < 2, ``1/r' = 1 - 1/r``."""
     conjugate = 1.0 - 1.0 / r
-    norms = np.where(
-        r < 2.0,
-        conjugate * math.log1p(t * t) + (1.0 - 2.0 * conjugate) * math.log1p(2.0 * t),
-        0.5 * math.log1p(t * t),
-    )
-    values = norms + (2.0 * t + np.log(p / (p - r))) / r
-    k = int(values.argmin())
-    value = log_sum(log(seen.sigma), log(seen.v) + float(values[k]))
-    return outward(value, source, seen.region.domain, n, p, {"r": float(r[k]), "sigma": seen.sigma})
+    square = 2.0 * np.log(np.hypot(1.0, t))
+    norms = np.where(r < 2.0, conjugate * square + (1.0 - 2.0 * conjugate) * np.log1p(2.0 * t), 0.5 * square)
+    return norms + (2.0 * t + np.log(p / (p - r))) / r
 
 
 def masked_softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
@@ -240,5 +265,5 @@ def masked_softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
     return out
 
 
-def _seen(attention: AttentionMap, radius: float | None, domain: Domain | None) -> Seen:
-    return see(softmax_form(attention, masked=True), resolve_domain(radius, domain, attention.in_dim))
+def _seen(attention: AttentionMap, domain: Domain, exact: bool) -> Seen:
+    return see(softmax_form(attention, masked=True, exact=exact, ball=isinstance(domain, Ball)), domain)

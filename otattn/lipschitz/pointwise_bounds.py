@@ -2,12 +2,10 @@ r"""Our Lipschitz bound of unnormalised attention (sigmoid, ReLU, linear, expone
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
 
 from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
@@ -20,10 +18,13 @@ from otattn.attention import (
     SigmoidAttention,
 )
 from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.intervals import is_interval, lift
 from otattn.lipschitz.quadratic import max_norm_product
-from otattn.lipschitz.regions import check_count, resolve_domain
-from otattn.lipschitz.rounding import log, log_sum, up
+from otattn.lipschitz.regions import Region, Seen, check_count, largest_norm, resolve_domain
+from otattn.lipschitz.rounding import least, log, log_sum, product, top, up
+from otattn.lipschitz.setting import SoftmaxForm
 from otattn.lipschitz.theorems import outward
 from otattn.measures.domains import Domain, Ellipsoid
 
@@ -55,8 +56,8 @@ def pointwise_bound(
 
     Parameters
     ----------
-    attention : SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention, or MaskedAttention
-    of one radius : float, optional
+    attention : SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention, or MaskedAttention of one
+    radius : float, optional
         Tokens in the centred ball; or ``domain``.
     domain : Domain, optional
     n : int, optional
@@ -80,40 +81,46 @@ def pointwise_bound(
             f"{type(head).__name__}; see otattn.bounds.table for the theorems that apply to it."
         )
     region = resolve_domain(radius, domain, attention.in_dim)
-    return unnormalised(head, head.V, region, check_count(n), check.check_order(p))
+    return prove("pointwise_bound", attention, region, check_count(n), check.check_order(p))
 
 
-def unnormalised(head: PointwiseAttention, V: Array | None, domain: Domain, n: int | None, p: float) -> Bound:
+@prover("pointwise_bound")
+def _pointwise(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    head: Any = attention.attention if isinstance(attention, MaskedAttention) else attention
+    return unnormalised(head, head.V, Region.of(domain, exact=exact), n, p)
+
+
+def unnormalised(head: PointwiseAttention, V: Any, region: Region, n: int | None, p: float) -> Bound:
     """The bound with the value matrix V in place of the head's own; None is the identity."""
-    A = head.A
-    values = np.eye(len(A)) if V is None else V
-    R = _radius(domain)
-    a = up(R * domain.max_affine_norm(A))
+    domain, exact = region.domain, region.exact
+    wrap: Any = BallMatrix.exact if exact else np.asarray
+    A, values = wrap(head.A), wrap(np.eye(len(head.A)) if V is None else V)
+    R = largest_norm(domain, exact=exact)
+    # the largest |A x| is the gradient bound of a softmax head without bias
+    seen = Seen(SoftmaxForm(A, values, None, False, None), region)
+    a = up(product(R, seen.G))
+    sigma = product(max_norm_product(values, A), R, R)
     if isinstance(domain, Ellipsoid) and not np.any(domain.center):
-        sigma = max_norm_product(values @ domain.shape, domain.shape.T @ A)
-    else:
-        sigma = max_norm_product(values, A) * R * R
+        sigma = least(sigma, seen.sigma)
     log_first, log_slope = _suprema(head, a)
     value = log_sum(log(spectral_norm_upper(values)) + log_first, log(sigma) + log_slope)
-    source = "otattn.bounds.pointwise_bound: unnormalised bound"
-    return outward(value, source, domain, n, p, {"sigma": sigma, "a": a})
+    return outward(value, "pointwise_bound", domain, n, p, {"sigma": sigma, "a": a})
 
 
-def _radius(domain: Domain) -> float:
-    return up(domain.max_norm)
-
-
-def _suprema(head: Any, a: float) -> tuple[float, float]:
+def _suprema(head: Any, a: Any) -> tuple[Any, Any]:
     """Logarithms of ``sup (|h| + a |h'|)`` and ``sup |h'|`` over ``|s| <= a``."""
     if isinstance(head, LinearAttention | ReLUAttention):
         return log(2.0 * a), 0.0
     if isinstance(head, ExponentialAttention):
-        return a + math.log1p(a), a
+        return a + np.log1p(a), a
     if isinstance(head, SigmoidAttention):
-        # q + a q (1 - q) in q = h(s), largest at q = (1 + a) / (2 a) or at the end of the range
-        top = float(expit(a))
-        q = top if a <= 1.0 else min(top, (1.0 + a) / (2.0 * a))
-        return math.log(q + a * q * (1.0 - q)), math.log(0.25)
+        number: Any = lift(1.0) if is_interval(a) else 1.0
+        # q + a q (1 - q) in q = h(s), largest at q = (1 + a) / (2 a), or at the end of the range
+        end = number / (1.0 + np.exp(-a))
+        inner = 0.25 * (np.square(1.0 + a) / np.maximum(a, 1e-300))
+        at_end = end + a * end * (1.0 - end)
+        largest = at_end if top(a) <= 1.0 else np.where((a > 1.0) & (end * (2.0 * a) > 1.0 + a), inner, at_end)
+        return log(largest), np.log(0.25 * number)
     raise ValueError(
         f"attention must be one of the four unnormalised variants, received {type(head).__name__}; "
         "bounds of |h| and |h'| are known for those."

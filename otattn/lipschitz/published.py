@@ -30,13 +30,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import column_of, lambda_max_upper, norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.kim2021 import kim2021_dot_product, kim2021_l2
-from otattn.lipschitz.rounding import down, log, log_sum, safe_exp, up
+from otattn.lipschitz.rounding import down, log, log_sum, product, safe_exp, top, up
 from otattn.lipschitz.setting import SoftmaxForm, check_two, refuse_bias, softmax_form
+from otattn.lipschitz.theorems import rounded_bound
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = [
@@ -87,7 +89,13 @@ def castin2024_discrete(attention: AttentionMap, *, radius: float, n: int, p: fl
     [CAP24] Theorem 3.3.
     """
     check_two(p, "castin2024_discrete")
-    return castin_upper(softmax_form(attention, masked=False), radius, n, "castin2024_discrete: [CAP24] Theorem 3.3")
+    return prove("castin2024_discrete", attention, Ball(radius), check.count(n, "n"), 2.0)
+
+
+@prover("castin2024_discrete")
+def _castin_discrete(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+    source = "castin2024_discrete: [CAP24] Theorem 3.3"
+    return _castin(softmax_form(attention, masked=False, exact=exact, ball=True), domain, n, p, source)
 
 
 def castin2024_masked(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
@@ -105,17 +113,40 @@ def castin2024_masked(attention: AttentionMap, *, radius: float, n: int, p: floa
     [CAP24] section 4 (masked attention).
     """
     check_two(p, "castin2024_masked")
-    return castin_upper(softmax_form(attention, masked=True), radius, n, "castin2024_masked: [CAP24] section 4")
+    return prove("castin2024_masked", attention, Ball(radius), check.count(n, "n"), 2.0)
 
 
-def castin_upper(form: SoftmaxForm, radius: float, n: int, source: str) -> Bound:
-    """The formula shared by the plain and the masked theorem."""
-    R, count = check.positive(radius, "radius"), check.count(n, "n")
+@prover("castin2024_masked")
+def _castin_masked(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+    source = "castin2024_masked: [CAP24] section 4"
+    return _castin(softmax_form(attention, masked=True, exact=exact, ball=True), domain, n, p, source)
+
+
+def _castin(form: SoftmaxForm, domain: Ball, n: int | None, p: float, source: str) -> Bound:
+    check_two(p, source)
+    value, details = castin_upper(form, _radius(domain), check.count(n, "n"))
+    return _published(log(value), source, domain, n, details)
+
+
+def castin_upper(form: SoftmaxForm, R: float, n: int) -> tuple[Any, dict[str, Any]]:
+    """The formula shared by the plain and the masked theorem, and its details."""
     a, details = _absorbed(form, R)
-    v = form.norm_V
+    one: Any = lift(1.0) if form.exact else 1.0
     # hypot of sqrt(4n+1) a and sqrt(n) cannot overflow before the value does
-    value = up(math.sqrt(3.0) * v * math.hypot(math.sqrt(4.0 * count + 1.0) * a, math.sqrt(count)))
-    return Bound(value, "upper", source, domain=Ball(R), n=count, details={"log_value": log(value), **details})
+    with np.errstate(over="ignore"):
+        value = product(form.norm_V, np.hypot(np.sqrt((12.0 * n + 3.0) * one) * a, np.sqrt(3.0 * n * one)))
+    return up(value), details
+
+
+def _radius(domain: Any) -> float:
+    if not isinstance(domain, Ball):
+        raise ValueError(f"the published theorems are about centred balls, received {domain!r}.")
+    return check.positive(domain.radius, "radius")
+
+
+def _published(log_value: Any, source: str, domain: Ball, n: int | None, details: dict[str, Any]) -> Bound:
+    """An upper bound of a published theorem from its logarithm, rounded outward like our own."""
+    return rounded_bound(log_value, source.partition(":")[0], source, domain, n, 2.0, details)
 
 
 def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
@@ -177,13 +208,16 @@ def geshkovski2024_mean_field(attention: AttentionMap, *, radius: float, p: floa
     [GLPR23] appendix on well-posedness; stated as the mean-field bound in [CAP24] section 3.
     """
     check_two(p, "geshkovski2024_mean_field")
-    form = softmax_form(attention, masked=False)
-    R = check.positive(radius, "radius")
-    a, details = _absorbed(form, R)
-    log_value = log(form.norm_V) + math.log1p(3.0 * a) + 2.0 * a
-    value = up(safe_exp(log_value))
+    return prove("geshkovski2024_mean_field", attention, Ball(radius), None, 2.0)
+
+
+@prover("geshkovski2024_mean_field")
+def _geshkovski(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
     source = "geshkovski2024_mean_field: [GLPR23], [CAP24] section 3"
-    return Bound(value, "upper", source, domain=Ball(R), details={"log_value": log_value, **details})
+    check_two(p, source)
+    form = softmax_form(attention, masked=False, exact=exact, ball=True)
+    a, details = _absorbed(form, _radius(domain))
+    return _published(log(form.norm_V) + np.log1p(3.0 * a) + 2.0 * a, source, domain, n, details)
 
 
 def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: float = 2) -> Bound:
@@ -203,7 +237,8 @@ def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: fl
     Returns
     -------
     Bound
-        kind "lower"; ``details["witness_value"]`` is the witness's whole entry, never smaller.
+        kind "lower"; ``details["witness_value"]`` is the witness's whole entry, never smaller. The witness is None where s is
+        0, and above 354, where a float does not hold all digits of q.
 
     References
     ----------
@@ -222,8 +257,8 @@ def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: fl
     M = form.V + 2.0 * s * rest / (2.0 - q) * np.outer(form.V @ u, u)
     whole = log(factor * float(np.linalg.norm(M, 2))) + head
     witness = None
-    if 0.0 < q < 1.0:
-        witness = DiscreteMeasure(R * np.stack([form.lift(u), anchor * form.lift(u)]), [q, 1.0 - q])
+    if np.finfo(np.float64).tiny <= q and rest > 0.0:
+        witness = DiscreteMeasure(R * np.stack([form.lift(u), anchor * form.lift(u)]), [q, rest])
     details = {
         "log_value": log_value,
         "gamma": gamma,
@@ -287,12 +322,11 @@ def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:
     return Bound(value, "local", source, domain=x, n=len(x), details={"log_value": log(value), "margin": margin})
 
 
-def _absorbed(form: SoftmaxForm, R: float) -> tuple[float, dict[str, Any]]:
+def _absorbed(form: SoftmaxForm, R: float) -> tuple[Any, dict[str, Any]]:
     """``||A'|| R'^2`` of the bias-free attention in one more dimension (module docstring), r optimised."""
-    alpha = form.norm_A
     if form.c is None:
-        return alpha * R * R, {}
-    size = float(np.linalg.norm(form.c))
+        return product(form.norm_A, R, R), {}
+    alpha, size = top(form.norm_A), top(norm_upper(form.c))
     # minimises (alpha^2 + |c|^2 / r^2) (R^2 + r^2)^2; any r > 0 is valid. In units of R and of b = |c| /
     # (alpha R):
     if alpha > 0 and (b2 := (size / (alpha * R)) ** 2) < 1e12:
@@ -301,8 +335,14 @@ def _absorbed(form: SoftmaxForm, R: float) -> tuple[float, dict[str, Any]]:
     else:
         r2 = 1.0
     r = R * math.sqrt(r2)
+    if form.exact:
+        # ||[A, c/r]||^2 is the largest eigenvalue of A A^T + c c^T / r^2, and R'^2 = R^2 + r^2
+        column = column_of(form.c)
+        square = lambda_max_upper(form.A @ form.A.T + (column / r) @ (column / r).T)
+        return np.sqrt(square) * (np.square(lift(R)) + np.square(lift(r))), {"bias_absorbed": True}
     widened = np.column_stack([form.A, form.c / r])
-    return spectral_norm_upper(widened) * (R * R) * (1.0 + r2), {"bias_absorbed": True}
+    norm = spectral_norm_upper(widened) * (1.0 + form.error) + form.shift / r
+    return norm * (R * R) * (1.0 + r2), {"bias_absorbed": True}
 
 
 def _rate(form: SoftmaxForm, R: float) -> tuple[float, Array, float, float]:

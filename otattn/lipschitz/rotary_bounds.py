@@ -9,16 +9,18 @@ token has norm at most ``H = s ||Q|| (||K|| R + |b_K|)``.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention.rotary import RotaryAttention
-from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.regions import resolve_domain
-from otattn.lipschitz.rounding import log, up
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.intervals import lift
+from otattn.lipschitz.regions import largest_norm, resolve_domain
+from otattn.lipschitz.rounding import is_zero, log, product, top, up
 from otattn.lipschitz.row_constants import two_largest
 from otattn.lipschitz.setting import check_sizes
 from otattn.lipschitz.theorems import outward
@@ -76,22 +78,29 @@ def rotary_row_bound(
         )
     if check.check_order(p) != 2.0:
         raise ValueError(f"p must be 2 for rotary_row_bound, received {p!r}; no other order is covered.")
-    region, count = resolve_domain(radius, domain, attention.in_dim), check.count(n, "n")
-    R = region.max_norm
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("rotary_row_bound", attention, region, check.count(n, "n"), 2.0)
+
+
+@prover("rotary_row_bound")
+def _rotary_row(attention: RotaryAttention, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    count = check.count(n, "n")
+    if p != 2.0:
+        raise ValueError(f"p must be 2 for rotary_row_bound, received {p:g}; no other order is covered.")
     check_sizes(attention)
-    q, k, v = (spectral_norm_upper(M) for M in (attention.Q, attention.K, attention.V))
+    wrap: Any = BallMatrix.exact if exact else np.asarray
+    R = largest_norm(domain, exact=exact)
+    q, k, v = (spectral_norm_upper(wrap(M)) for M in (attention.Q, attention.K, attention.V))
+    query, key = (
+        0.0 if bias is None else norm_upper(wrap(bias)) for bias in (attention.query_bias, attention.key_bias)
+    )
     s = abs(float(attention.scale))
-    # the scale is any number: last, so that an overflow is inf, never 0 * inf
-    G = k * (q * R + _size(attention.query_bias)) * s
-    H = q * (k * R + _size(attention.key_bias)) * s
-    phi, sigma = up(max(1.0, (1.0 + G * R) / math.sqrt(2.0))), up(v * R * H)
-    if count == 1 or v == 0.0:
+    # a product that overflows is inf, never 0 * inf
+    G, H = product(k, product(q, R) + query, s), product(q, product(k, R) + key, s)
+    t, sigma = product(G, R), up(product(v, R, H))
+    phi = up(np.maximum(1.0, (1.0 + t) / np.sqrt(lift(2.0) if exact else 2.0)))
+    if count == 1 or is_zero(v):
         value = v
     else:
-        value = two_largest(v * phi, sigma, count) if math.isfinite(v * phi + sigma) else math.inf
-    source = "otattn.bounds.rotary_row_bound: rotary row bound"
-    return outward(log(value), source, region, count, 2.0, {"row_constant": phi, "sigma": sigma, "t": G * R})
-
-
-def _size(bias: NDArray[np.float64] | None) -> float:
-    return 0.0 if bias is None else up(float(np.linalg.norm(bias)))
+        value = two_largest(product(v, phi), sigma, count) if math.isfinite(top(phi) + top(sigma)) else math.inf
+    return outward(log(value), "rotary_row_bound", domain, count, 2.0, {"row_constant": phi, "sigma": sigma, "t": t})

@@ -17,11 +17,11 @@ from otattn.attention import (
 )
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz import published
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.bound import Bound, stated
 from otattn.lipschitz.head_bounds import head_upper_bounds, heads_of, multi_head_bound
-from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.regions import Region, check_count, largest_norm, resolve_domain, see
 from otattn.lipschitz.rotary_bounds import rotary_row_bound
-from otattn.lipschitz.rounding import safe_exp
+from otattn.lipschitz.rounding import log, safe_exp
 from otattn.lipschitz.setting import softmax_form
 from otattn.lipschitz.theorems import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain
@@ -66,10 +66,10 @@ def table(
     )
     bounds = _ours(attention, region, count, order)
     if order == 2.0:
-        bounds += _published(attention, radius if radius is not None else region.max_norm, count)
+        bounds += _published(attention, radius if radius is not None else float(largest_norm(region)), count)
     seen: dict[tuple[str, int | None], Bound] = {}
     for b in bounds:
-        seen.setdefault((b.source, b.n), b)
+        seen.setdefault((b.source, b.n), stated(b, attention))
     uppers = sorted((b for b in seen.values() if b.kind == "upper"), key=_size)
     lowers = sorted((b for b in seen.values() if b.kind == "lower"), key=_size, reverse=True)
     return uppers + lowers
@@ -161,20 +161,21 @@ def crossover(attention: AttentionMap, radius: float) -> Crossover:
 
     mean = log_of(published.geshkovski2024_mean_field(attention, radius=radius))
     ours = min(log_of(b) for b in softmax_bounds(seen, None, 2.0))
-    first = _least(lambda n: log_of(published.castin_upper(form, radius, n, "")), mean)
+    first = _least(lambda n: log(published.castin_upper(form, radius, n)[0]), mean)
     second = _least(lambda n: log_of(row_bound_of(seen, n)), ours)
-    return Crossover(safe_exp(first), safe_exp(second), first, second)
+    return Crossover(first[0], second[0], first[1], second[1])
 
 
-def _least(log_bound: Callable[[int], float], level: float) -> float:
-    """Logarithm of the least n with ``log_bound(n) >= level``; beyond 2^60 by the growth ``sqrt(n)``."""
+def _least(log_bound: Callable[[int], float], level: float) -> tuple[float, float]:
+    """The least n with ``log_bound(n) >= level``, and its logarithm; beyond 2^60 by the growth ``sqrt(n)``."""
     if not math.isfinite(level) or log_bound(1) >= level:
-        return 0.0
+        return 1.0, 0.0
     high = 1 << 60
     if log_bound(high) < level:
-        return math.log(high) + 2.0 * (level - log_bound(high))
+        log_n = math.log(high) + 2.0 * (level - log_bound(high))
+        return safe_exp(log_n), log_n
     low = 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if log_bound(middle) >= level else (middle, high)
-    return math.log(high)
+    return float(high), math.log(high)

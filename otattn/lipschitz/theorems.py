@@ -23,14 +23,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.bound import Bound, Quantity, prove, prover
+from otattn.lipschitz.intervals import is_interval, lift, upper
 from otattn.lipschitz.regions import Seen, check_count, resolve_domain, see
-from otattn.lipschitz.rounding import log, log_sum, safe_exp, up
+from otattn.lipschitz.rounding import NOTHING, ROUNDING, least, log, log_sum, safe_exp, top, up
 from otattn.lipschitz.row_constants import density_constant_p, hoelder_constant, row_constant, two_largest
 from otattn.lipschitz.setting import softmax_form
-from otattn.measures.domains import Domain
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]
 
@@ -59,8 +62,13 @@ def field_bound(attention: AttentionMap, *, radius: float | None = None, domain:
     ----------
     otattn, field part.
     """
-    seen = _seen(attention, radius, domain)
-    return _bound(log(seen.sigma), "otattn.bounds.field_bound: field part", seen, None, 2.0, {})
+    return prove("field_bound", attention, resolve_domain(radius, domain, attention.in_dim), None, 2.0)
+
+
+@prover("field_bound")
+def _field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    seen = _seen(attention, domain, exact=exact)
+    return _bound(log(seen.sigma), "field_bound", seen, n, p, {})
 
 
 def column_sum(
@@ -96,20 +104,25 @@ def column_sum(
     ----------
     otattn, column sums.
     """
-    seen = _seen(attention, radius, domain, masked=False)
-    count = check_count(n)
-    value = column_log(seen.kappa, 2.0 * seen.t, count)
-    return _bound(value, "otattn.bounds.column_sum: column sums", seen, count, 2.0, {"kappa": seen.kappa})
+    return prove("column_sum", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), 2.0)
 
 
-def column_log(kappa: float, spread: float, n: int | None) -> float:
+@prover("column_sum")
+def _column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    seen = _seen(attention, domain, masked=False, exact=exact)
+    return _bound(column_log(seen.kappa, 2.0 * seen.t, n), "column_sum", seen, n, p, {"kappa": seen.kappa})
+
+
+def column_log(kappa: Any, spread: Any, n: int | None) -> Any:
     """Logarithm of the bound of the column sums; ``spread`` bounds the differences of a row's logits."""
     if n is None:
         return kappa
     if n == 1:
         return 0.0
-    others = -log_sum(-math.log(n - 1.0), -kappa)
-    return min(math.log(n), kappa, log_sum(0.0, others), math.log(n) - log_sum(0.0, math.log(n - 1.0) - spread))
+    exact = is_interval(kappa) or is_interval(spread)
+    count, rest = (np.log(lift(n)), np.log(lift(n - 1))) if exact else (math.log(n), math.log(n - 1.0))
+    others = -log_sum(-rest, -kappa)
+    return least(count, kappa, log_sum(0.0, others), count - log_sum(0.0, rest - spread))
 
 
 def row_bound(
@@ -152,9 +165,14 @@ def row_bound(
     ----------
     otattn, row bound.
     """
-    seen = _seen(attention, radius, domain)
+    count = check.count(n, "n")
+    return prove("row_bound", attention, resolve_domain(radius, domain, attention.in_dim), count, check.check_order(p))
+
+
+@prover("row_bound")
+def _row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     _only_two(p, "row_bound")
-    return row_bound_of(seen, check.count(n, "n"))
+    return row_bound_of(_seen(attention, domain, exact=exact), check.count(n, "n"))
 
 
 def row_bound_of(seen: Seen, n: int) -> Bound:
@@ -162,7 +180,7 @@ def row_bound_of(seen: Seen, n: int) -> Bound:
     phi = row_constant(seen.t)
     value = seen.v if n == 1 else two_largest(seen.v * phi, seen.sigma, n)
     details = {"row_constant": phi, "sigma": seen.sigma, "t": seen.t}
-    return _bound(log(value), "otattn.bounds.row_bound: row bound", seen, n, 2.0, details)
+    return _bound(log(value), "row_bound", seen, n, 2.0, details)
 
 
 def column_bound(
@@ -211,25 +229,28 @@ def column_bound(
     ----------
     otattn, column bound.
     """
-    order = check.check_order(p)
-    seen = _seen(attention, radius, domain, masked=None if math.isinf(order) else False)
-    return column_bound_of(seen, check_count(n), order)
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("column_bound", attention, region, check_count(n), check.check_order(p))
+
+
+@prover("column_bound")
+def _column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    return column_bound_of(_seen(attention, domain, masked=None if math.isinf(p) else False, exact=exact), n, p)
 
 
 def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
     """The column bound from the numbers of a region."""
-    source = "otattn.bounds.column_bound: column bound"
     if n == 1:
-        return _bound(log(seen.v), source, seen, n, p, {})
+        return _bound(log(seen.v), "column_bound", seen, n, p, {})
     row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
-    sums = 0.0 if math.isinf(p) else column_log(seen.kappa, 2.0 * seen.t, n) / p
+    sums: Any = 0.0 if math.isinf(p) else column_log(seen.kappa, 2.0 * seen.t, n) / p
     details = {
         "kappa": seen.kappa,
         "sigma": seen.sigma,
         "row": row,
-        "log_column_sum": sums * p if sums else 0.0,
+        "log_column_sum": 0.0 if math.isinf(p) else sums * p,
     }
-    return _bound(log_sum(log(seen.sigma), sums + log(row)), source, seen, n, p, details)
+    return _bound(log_sum(log(seen.sigma), sums + log(row)), "column_bound", seen, n, p, details)
 
 
 def density_bound(
@@ -261,16 +282,20 @@ def density_bound(
     order = check.check_order(p)
     if order < 2.0:
         raise ValueError(f"p must be at least 2 for density_bound, received {p!r}; use column_bound.")
-    return _density(_seen(attention, radius, domain, masked=False), check_count(n), order)
+    return prove("density_bound", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), order)
+
+
+@prover("density_bound")
+def _density_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    return _density(_seen(attention, domain, masked=False, exact=exact), n, p)
 
 
 def _density(seen: Seen, n: int | None, p: float) -> Bound:
-    source = "otattn.bounds.density_bound: density bound"
     if n == 1:
-        return _bound(log(seen.v), source, seen, n, p, {})
+        return _bound(log(seen.v), "density_bound", seen, n, p, {})
     _, psi = density_constant_p(seen.t_ball, n, p)
     value = log_sum(log(seen.sigma), log(seen.v) + psi)
-    return _bound(value, source, seen, n, p, {"log_density_constant": psi, "sigma": seen.sigma})
+    return _bound(value, "density_bound", seen, n, p, {"log_density_constant": psi, "sigma": seen.sigma})
 
 
 def softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
@@ -283,21 +308,66 @@ def softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
     return out
 
 
-def _seen(attention: AttentionMap, radius: float | None, domain: Domain | None, *, masked: bool | None = None) -> Seen:
-    form = softmax_form(attention, masked=masked)
-    return see(form, resolve_domain(radius, domain, attention.in_dim))
+def _seen(attention: AttentionMap, domain: Domain, *, masked: bool | None = None, exact: bool = False) -> Seen:
+    return see(softmax_form(attention, masked=masked, exact=exact, ball=isinstance(domain, Ball)), domain)
 
 
-def _bound(log_value: float, source: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]) -> Bound:
-    return outward(log_value, source, seen.region.domain, n, p, details)
+def _bound(log_value: Any, theorem: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]) -> Bound:
+    return outward(log_value, theorem, seen.region.domain, n, p, details)
+
+
+TITLES = {
+    "column_bound": "column bound",
+    "column_sum": "column sums",
+    "density_bound": "density bound",
+    "field_bound": "field part",
+    "l2_column_bound": "L2 column bound",
+    "l2_row_bound": "L2 row bound",
+    "masked_average_bound": "masked average bound",
+    "masked_column_bound": "masked column bound",
+    "masked_row_bound": "masked row bound",
+    "multi_head_bound": "multi-head bound",
+    "pointwise_bound": "unnormalised bound",
+    "rotary_row_bound": "rotary row bound",
+    "row_bound": "row bound",
+}
+"""The closed-form theorems by key, each a function of :mod:`otattn.lipschitz.bounds`."""
+_QUANTITIES: dict[str, Quantity] = {"column_sum": "column_sum", "field_bound": "field"}
 
 
 def outward(
-    log_value: float, source: str, domain: Domain | None, n: int | None, p: float, details: dict[str, Any]
+    log_value: Any, theorem: str, domain: Domain | None, n: int | None, p: float, details: dict[str, Any]
 ) -> Bound:
-    """The bound of a logarithm, rounded outward; the rounding of a large logarithm is part of it."""
-    log_value += 1e-15 * abs(log_value) if math.isfinite(log_value) else 0.0
-    return Bound(up(safe_exp(log_value)), "upper", source, p, domain, n, details={"log_value": log_value, **details})
+    """The bound of one of our theorems from its logarithm."""
+    return rounded_bound(log_value, theorem, f"otattn.bounds.{theorem}: {TITLES[theorem]}", domain, n, p, details)
+
+
+def rounded_bound(
+    log_value: Any, theorem: str, source: str, domain: Domain | None, n: int | None, p: float, details: dict[str, Any]
+) -> Bound:
+    """The bound of a logarithm: rounded outward by :data:`ROUNDING` for a float, the upper end of an interval.
+
+    The rounding of a large logarithm is part of it.
+    """
+    if is_interval(log_value) and top(log_value) <= NOTHING:
+        log_value = -math.inf
+    if is_interval(log_value):
+        value, log_value = float(upper(np.exp(log_value))), float(upper(log_value))
+    else:
+        log_value += 1e-15 * abs(log_value) if math.isfinite(log_value) else 0.0
+        value, log_value = up(safe_exp(log_value)) * (1.0 + ROUNDING), log_value + ROUNDING
+    plain = {key: float(upper(x)) if is_interval(x) else x for key, x in details.items()}
+    return Bound(
+        float(value),
+        "upper",
+        source,
+        p,
+        domain,
+        n,
+        details={"log_value": float(log_value), **plain},
+        theorem=theorem,
+        quantity=_QUANTITIES.get(theorem, "lipschitz"),
+    )
 
 
 def _only_two(p: Any, name: str) -> None:

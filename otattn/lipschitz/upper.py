@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from otattn import _validate as check
 from otattn._linalg import spectral_norm
@@ -12,7 +13,7 @@ from otattn.attention import AttentionMap, MultiHeadAttention, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.regions import resolve_domain
-from otattn.lipschitz.relaxations.heads import multihead
+from otattn.lipschitz.relaxations.heads import head_with_values, multihead
 from otattn.lipschitz.relaxations.joint import joint
 from otattn.lipschitz.relaxations.mean_field import mean_field
 from otattn.lipschitz.relaxations.pair import pair
@@ -55,17 +56,22 @@ def upper_bounds(
             if n == 2 and attention.in_dim <= PAIR_DIMENSION:
                 calls.append(lambda: pair(attention, region, effort=effort))
         out += _attempts(calls)
-    elif isinstance(attention, MultiHeadAttention) and all(isinstance(h, SoftmaxAttention) for h in attention.heads):
-        heads = [upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in attention.heads]
-        if order == 2.0:
-            out += _attempts([lambda: multihead(attention, heads)])
+    elif order == 2.0 and isinstance(attention, MultiHeadAttention) and _all_softmax(attention):
+        # bounds of the heads with the identity for their values: multihead checks that this is what they are
+        heads = [head_with_values(attention, h, None) for h in range(len(attention.heads))]
+        singles = [upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in heads]
+        out += _attempts([lambda: multihead(attention, singles)])
     return sorted(out, key=lambda b: (b.value, float(b.details.get("log_value", 0.0))))
+
+
+def _all_softmax(attention: MultiHeadAttention) -> bool:
+    return all(isinstance(h, SoftmaxAttention) for h in attention.heads)
 
 
 def _worth_it(attention: SoftmaxAttention, closed: list[Bound], p: float) -> bool:
     """Whether the mean-field relaxation may win: it keeps the exponential ``v e^{kappa/p}`` of the column bound."""
     best = min((float(b.details.get("log_value", math.inf)) for b in closed if b.value > 0), default=math.inf)
-    exponents = [float(b.details["kappa"]) for b in closed if "column_bound" in b.source and "kappa" in b.details]
+    exponents = [float(b.details["kappa"]) for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
     v = spectral_norm(attention.V)
     if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
         return True
@@ -142,7 +148,5 @@ def lipschitz_upper_bound(
     return _with_count(best, len(candidates))
 
 
-def _with_count(bound: Bound, count: int) -> Any:
-    import dataclasses
-
+def _with_count(bound: Bound, count: int) -> Bound:
     return dataclasses.replace(bound, details={**bound.details, "candidates": count})

@@ -13,6 +13,11 @@ from otattn import _validate as check
 
 __all__ = ["DiscreteMeasure", "as_discrete"]
 
+COUNT_TOL = 1e-6
+"""How far ``n`` times a weight may lie from a whole number of tokens."""
+DIGITS = 4.0 * float(np.finfo(np.float64).eps)
+"""The same relative to the number: weights are rounded when they are made and when their sum is divided out."""
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class DiscreteMeasure:
@@ -122,8 +127,11 @@ class DiscreteMeasure:
         n = check.count(n, "n")
         exact = self.weights * n
         counts = np.rint(exact).astype(np.int64)
-        if np.abs(exact - counts).max() > 1e-6 or counts.sum() != n:
-            worst = float(self.weights[np.abs(exact - counts).argmax()])
+        # a weight is a float, so its multiple is known to some digits only
+        allowed = np.maximum(COUNT_TOL, DIGITS * exact)
+        excess = np.abs(exact - counts) - allowed
+        if excess.max() > 0 or counts.sum() != n:
+            worst = float(self.weights[excess.argmax()])
             raise ValueError(f"weights must be multiples of 1/{n}, received {worst!r}; choose another n.")
         return counts
 

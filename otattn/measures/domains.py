@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 
 __all__ = ["Ball", "Box", "Domain", "Ellipsoid", "LayerNormDomain", "PointSet"]
 
+_EPS = float(np.finfo(np.float64).eps)
 _FAR = 1e100
 """Points further than this many half axes count as at this distance in projections."""
 
@@ -81,7 +82,7 @@ class Ball(Domain):
 
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
         M = check.matrix(A, "A", shape=(None, self.dim))
-        return spectral_norm_upper(M) * self.radius + _offset_norm(c, M.shape[0])
+        return float(spectral_norm_upper(M) * self.radius + _offset_norm(c, M.shape[0])) * (1 + _EPS)
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
         if self.dim is None:
@@ -148,8 +149,9 @@ class Ellipsoid(Domain):
 
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
         M = check.matrix(A, "A", shape=(None, self.dim))
-        shift = M @ self.center + (0.0 if c is None else check.vector(c, "c", size=M.shape[0]))
-        return spectral_norm_upper(M @ self.shape) + _offset_norm(shift, M.shape[0])
+        axes = spectral_norm_upper(M @ self.shape) + _rounding(M, self.shape)
+        shift, rounding = _shifted(M, self.center, c)
+        return float(axes + (norm_upper(shift) + rounding)) * (1 + 2 * _EPS)
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
         z = _unit_ball(n, self.shape.shape[1], check.rng_from(rng))
@@ -252,12 +254,12 @@ class Box(Domain):
 
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
         M = check.matrix(A, "A", shape=(None, self.dim))
-        shift = M @ self.center + (0.0 if c is None else check.vector(c, "c", size=M.shape[0]))
+        shift, rounding = _shifted(M, self.center, c)
         r = self.half_widths
         # two valid bounds: row by row, and the ball around the box
-        rowwise = float(np.linalg.norm(np.abs(shift) + np.abs(M) @ r)) * (1 + 1e-13)
-        ball = spectral_norm_upper(M * r) * np.sqrt(self.dim) * (1 + 1e-15) + _offset_norm(shift, M.shape[0])
-        return min(rowwise, float(ball))
+        rowwise = norm_upper(np.abs(shift) + np.abs(M) @ r) + _rounding(M, r[:, None])
+        ball = spectral_norm_upper(M * r) * np.sqrt(self.dim) * (1 + self.dim * _EPS) + norm_upper(shift)
+        return float(min(rowwise, ball) + rounding) * (1 + 3 * _EPS)
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
         u = check.rng_from(rng).random((check.count(n, "n"), self.dim))
@@ -288,7 +290,10 @@ class PointSet(Domain):
     def max_affine_norm(self, A: ArrayLike, c: ArrayLike | None = None) -> float:
         M = check.matrix(A, "A", shape=(None, self.dim))
         shift = np.zeros(M.shape[0]) if c is None else check.vector(c, "c", size=M.shape[0])
-        return float(np.linalg.norm(self.points @ M.T + shift, axis=1).max()) * (1 + 1e-12)
+        # point by point: the norm, and what rounding may have taken from the image
+        sizes = np.linalg.norm(self.points @ M.T + shift, axis=1)
+        lost = np.linalg.norm(np.abs(self.points) @ np.abs(M.T), axis=1) * (self.dim + 2) * _EPS
+        return float((sizes + lost).max()) * (1 + (M.shape[0] + 16) * _EPS)
 
     def sample(self, n: int, rng: np.random.Generator | int) -> NDArray[np.float64]:
         return np.asarray(self.points[check.rng_from(rng).integers(len(self.points), size=check.count(n, "n"))])
@@ -297,7 +302,23 @@ class PointSet(Domain):
 def _offset_norm(c: ArrayLike | None, size: int) -> float:
     if c is None:
         return 0.0
-    return float(np.linalg.norm(check.vector(c, "c", size=size))) * (1 + 1e-14)
+    return float(norm_upper(check.vector(c, "c", size=size)))
+
+
+def _rounding(A: NDArray[np.float64], B: NDArray[np.float64]) -> float:
+    """What rounding may have taken from ``A @ B`` (Frobenius norm), twice over: it covers that of B's last digits too."""
+    return 2.0 * product_error(A, B) if A.any() and B.any() else 0.0
+
+
+def _shifted(
+    A: NDArray[np.float64], center: NDArray[np.float64], c: ArrayLike | None
+) -> tuple[NDArray[np.float64], float]:
+    """``A b + c``, and how far its norm may lie below that of the exact vector: terms may cancel to what is rounding."""
+    shift = A @ center
+    rounding = _rounding(A, center[:, None])
+    if c is not None:
+        shift = shift + check.vector(c, "c", size=len(A))
+    return shift, rounding + _EPS * float(norm_upper(shift))
 
 
 def _unit_ball(n: int, dim: int, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ import numpy as np
 from otattn.data import SampleLayer
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.clusters import cluster_constant
-from otattn.lipschitz.comparison import adversarial_head_tokens, reduced_head
+from otattn.lipschitz.comparison import adversarial_head_tokens
 from otattn.lipschitz.enclosure import published_upper
 from otattn.lipschitz.growth import LocalGrowth
 from otattn.lipschitz.lower import Method
@@ -31,14 +31,14 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
     for h, head in enumerate(layer.heads):
-        reduced, _ = reduced_head(head)
         try:
             witness = adversarial_head_tokens(head, n, radius, method=method, rng=np.random.default_rng(children[h]))
         except ValueError:  # no two anchors: A or V is zero across every gradient
             witness = adversarial_head_tokens(head, n, radius, method="ascent", rng=np.random.default_rng(children[h]))
         value = cluster_constant(head, witness, n=n).value
-        lower = Bound(value, "lower", "local constant at adversarial tokens", 2.0, Ball(radius), n, witness)
-        enclosure = Enclosure(lower, lipschitz_upper_bound(reduced, radius=radius, n=n))
+        source = "local constant at adversarial tokens"
+        lower = Bound(value, "lower", source, 2.0, Ball(radius), n, witness, attention=head)
+        enclosure = Enclosure(lower, lipschitz_upper_bound(head, radius=radius, n=n))
         paper = published_upper(head, radius=radius, n=n)
         real = float(growth.values[h, :, -1].mean())
         published = math.nan if paper is None else paper.value

@@ -23,16 +23,6 @@ ALL = ATTACKERS | VARIANTS
 LONGER = 4
 """How many times more the slow test attacks."""
 
-KNOWN = {
-    "lipschitz_upper_bound, several heads": "the heads' bounds enter with their own values",
-    "Domain.max_affine_norm, offsets that cancel": "the rounding of the offset is not counted",
-}
-"""What is exceeded today; strict, so that a repair must take its line away."""
-NAMES = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=KNOWN[name], strict=True)) if name in KNOWN else name
-    for name in sorted(ALL)
-]
-
 
 def attacked(name: str, seed: int, runs: int) -> None:
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
@@ -42,13 +32,13 @@ def attacked(name: str, seed: int, runs: int) -> None:
     assert runs < 8 or any(o.state == "held" for o in outcomes), f"{name} refused every problem"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_nothing_proven_is_exceeded(name: str) -> None:
     attacked(name, 0, RUNS.get(name, OTHERS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_nothing_proven_is_exceeded_by_many_more(name: str) -> None:
     attacked(name, 1, LONGER * RUNS.get(name, OTHERS))
 

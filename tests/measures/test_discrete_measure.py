@@ -135,6 +135,20 @@ def test_tokens():
     np.testing.assert_array_equal(dropped, [[1.0], [1.0]])
 
 
+def test_multiplicities_of_weights_that_are_rounded():
+    # the heavy weight is a multiple of 1e-12 up to its own rounding, 1e-4 tokens
+    counts = DiscreteMeasure([[1.0], [0.0]], [1e-12, 1 - 1e-12]).multiplicities(10**12)
+    assert counts.tolist() == [1, 10**12 - 1]
+    rng = np.random.default_rng(0)
+    for size in (10, 10**6, 10**9, 10**14):
+        counts = rng.integers(1, size, 6)
+        measure = DiscreteMeasure(np.arange(6.0)[:, None], counts / counts.sum())
+        np.testing.assert_array_equal(measure.multiplicities(int(counts.sum())), counts)
+    # a light weight that is none, beside a heavy one that is allowed its rounding
+    with pytest.raises(ValueError, match=r"multiples of 1/1000000000000, received 1\.4"):
+        DiscreteMeasure([[1.0], [0.0]], [1.4e-12, 1 - 1.4e-12]).multiplicities(10**12)
+
+
 def test_measures_are_immutable_and_copy_their_input():
     x, w = np.array([[1.0], [2.0]]), np.array([0.5, 0.5])
     mu = DiscreteMeasure(x, w)

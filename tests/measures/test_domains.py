@@ -1,5 +1,7 @@
 """Domains of tokens: projections, support radii, norms of affine maps."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -111,6 +113,41 @@ def test_affine_norms_that_are_attained():
     assert PointSet([[1.0, 0.0], [0.0, 2.0]]).max_affine_norm(A) == pytest.approx(3.0, rel=1e-11)
     # LayerNorm with unit gain: the sphere of radius sqrt(d)
     assert LayerNormDomain(np.ones(8)).max_norm == pytest.approx(np.sqrt(8), rel=1e-12)
+
+
+def exact_square(M, c, x):
+    """``|M x + c|^2`` of the floats as they are, a fraction."""
+    rows = [
+        Fraction(s) + sum(Fraction(a) * Fraction(b) for a, b in zip(row, x, strict=True))
+        for row, s in zip(M, c, strict=True)
+    ]
+    return sum(r * r for r in rows)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda x: Box(x, x), lambda x: Ellipsoid(0 * x[:, None], x), lambda x: PointSet(x[None])]
+)
+@pytest.mark.parametrize("d", [1, 2, 7])
+def test_affine_norms_count_the_rounding_of_offsets_that_cancel(build, d):
+    rng = np.random.default_rng(d)
+    lost = 0
+    for _ in range(60):
+        x = rng.normal(size=d) * 10 ** rng.uniform(0, 6)
+        M = rng.normal(size=(2, d))
+        c = -M @ x
+        exact = exact_square(M, c, x)
+        bound = build(x).max_affine_norm(M, c)
+        assert exact <= Fraction(bound) ** 2
+        # of the size of rounding
+        assert bound <= 1e-14 * d * np.linalg.norm(np.abs(M) @ np.abs(x))
+        lost += exact > Fraction(float(np.linalg.norm(M @ x + c))) ** 2
+    assert lost > 10  # float64 alone falls short
+
+
+def test_zero_maps_and_zero_offsets_give_zero():
+    for domain in (Box([-1.0], [2.0]), Ellipsoid([[1.0]], [3.0]), PointSet([[1.0], [2.0]]), Ball(2.0)):
+        assert domain.max_affine_norm([[0.0]]) == 0.0
+        assert domain.max_affine_norm([[0.0]], [0.0]) == 0.0
 
 
 def test_layernorm_domain_holds_what_layernorm_gives():

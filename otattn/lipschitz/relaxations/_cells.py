@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Maximum", "boxes", "maximise"]
+__all__ = ["Maximum", "boxes", "maximise", "proved_below"]
 
 Array = NDArray[np.float64]
 CellBound = Callable[[Array, Array], Array | tuple[Array, Array]]
@@ -33,6 +33,17 @@ def boxes(*axes: Array) -> tuple[Array, Array]:
     low = np.meshgrid(*[x[:-1] for x in axes], indexing="ij")
     high = np.meshgrid(*[x[1:] for x in axes], indexing="ij")
     return np.array([x.ravel() for x in low]), np.array([x.ravel() for x in high])
+
+
+def proved_below(bound: CellBound, lo: Array, hi: Array, *, target: float, max_cells: int) -> float:
+    """``target``, a little raised, when no box exceeds it after splitting; else the larger value that is proved.
+
+    The rise, 2e-12 and the rounding of a large number, lets a recheck that rounds otherwise leave the same boxes alone.
+    """
+    if not np.isfinite(target):
+        raise ValueError(f"the target of a recheck must be finite, received {target!r}.")
+    level = target + 2e-12 + 4e-15 * abs(target)
+    return max(maximise(bound, lo, hi, tol=0.0, max_cells=max_cells, floor=level).value, level)
 
 
 def maximise(

@@ -20,15 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import lambda_max_upper, spectral_norm
+from otattn._linalg import lambda_max_upper, mid, norm_upper, spectral_norm
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.intervals import lift, upper
+from otattn.lipschitz.regions import Region
 from otattn.lipschitz.relaxations._field_plane import best_edge_point, plane_field
-from otattn.lipschitz.relaxations._heads import SoftmaxHead
+from otattn.lipschitz.relaxations._heads import softmax_head
 from otattn.lipschitz.relaxations._quadratic import EPS, triangular
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
+from otattn.lipschitz.rounding import product
 from otattn.measures import Box, DiscreteMeasure, PointSet
 
-__all__ = ["box_field", "normalised", "points_field"]
+__all__ = ["box_field", "points_field", "unit_pair"]
 
 Array = NDArray[np.float64]
 # boxes: up to this dimension through their vertices, which is tighter than the semidefinite program
@@ -38,31 +49,49 @@ _SDP_LIMIT = 40
 _BLOCK = 2048
 
 
-@dual_function("field_jacobian/box")
-def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    V, K = problem["values"], problem["keys"]
+@problem_function("field_jacobian/box", "field_jacobian/plane")
+def _box_problem(statement: Statement) -> dict[str, Any]:
+    """``V D`` and ``A^T D`` of norm about one, D the half widths that are not zero, and their units."""
+    head = softmax_head(statement.attention, "field_jacobian", exact=statement.exact)
+    r = Region.of(statement.domain).reach
+    assert r is not None
+    live = r > 0 if (r > 0).any() else np.ones(len(r), dtype=bool)
+    (V, K), units = unit_pair(head.V[:, live] * r[live], head.A.T[:, live] * r[live])
+    if statement.exact or units is None:
+        return {"values": V, "keys": K, "units": units, "live": live, "reach": r, "slack": 0.0}
+    slack = 4.0 * head.error * float(r.max()) / units[1] + 16.0 * head.d * EPS
+    return {"values": triangular(V), "keys": triangular(K), "units": units, "live": live, "reach": r, "slack": slack}
+
+
+@dual_function("field_jacobian/box", exact=True, quantity="field")
+def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    V, K, units = problem["values"], problem["keys"], problem["units"]
     k = V.shape[1]
     s = float(multiplier(multipliers, "s", (1,), positive=True)[0])
     diagonal = multiplier(multipliers, "diagonal", (k,))
-    M = s * V.T @ V + K.T @ K / s
-    rounding = 16.0 * (k + V.shape[0] + K.shape[0]) * EPS * float(np.trace(M))
+    if units is None:
+        return 0.0
+    exact = isinstance(V, BallMatrix)
+    M = s * (V.T @ V) + (K.T @ K) / s
+    rounding = 0.0 if exact else 16.0 * (k + V.shape[0] + K.shape[0]) * EPS * float(np.trace(M))
+    total: Any = lift(diagonal).sum() if exact else float(diagonal.sum())
     # infeasible multipliers are repaired by the least common shift, or by the least common factor
-    repaired = float(diagonal.sum()) + k * lambda_max_upper(M - np.diag(diagonal))
+    repaired = total + k * lambda_max_upper(M - np.diag(diagonal))
     if (diagonal > 0).all():
-        root = np.sqrt(diagonal)
-        factor = lambda_max_upper(M / np.outer(root, root))
-        repaired = min(repaired, factor * float(diagonal.sum()))
-    return float(problem["scale"] * 0.5 * (repaired + k * rounding))
+        # with floats r near the roots: D M D <= f I gives M <= f D^{-2}
+        root = 1.0 / np.sqrt(diagonal)
+        scaled = root[:, None] * (M * root) if not exact else (M * root).T * root
+        bound = (1.0 / lift(root) ** 2).sum() if exact else float((1.0 / root**2).sum()) * (1.0 + 8 * k * EPS)
+        repaired = np.minimum(repaired, np.maximum(lambda_max_upper(scaled), 0.0) * bound)
+    return product(0.5 * np.maximum(repaired + k * rounding, 0.0) * (1.0 + problem["slack"]), *units)
 
 
-def box_field(head: SoftmaxHead, domain: Box, solver: str | None, max_iter: int | None) -> Certificate:
-    r = domain.half_widths
-    live = r > 0
-    if not live.any():
-        live = np.ones_like(live)
-    raw = head.V[:, live] * r[live], head.A.T[:, live] * r[live]
-    V, K, scale = normalised(*raw)
-    V, K = triangular(V), triangular(K)
+def box_field(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
+    domain: Box = statement.domain
+    head = softmax_head(statement.attention, "field_jacobian")
+    problem = _box_problem(statement)
+    V, K, units, live, r = (problem[key] for key in ("values", "keys", "units", "live", "reach"))
+    scale = 0.0 if units is None else product(*units)
     M1, M2 = V.T @ V, K.T @ K
     k = len(M1)
     s, diagonal, proposal = 1.0, np.zeros(k), Proposal("none", "zero map", 0.0)
@@ -75,23 +104,19 @@ def box_field(head: SoftmaxHead, domain: Box, solver: str | None, max_iter: int 
     u = np.zeros(head.d)
     u[live] = step * r[live]
     common: dict[str, Any] = {
-        "domain": domain,
         "witness": DiscreteMeasure(np.stack([domain.center + u, domain.center - u])),
         "details": {"attained": float(np.linalg.norm(head.V @ u) * np.linalg.norm(head.A.T @ u))},
     }
     if plane:
-        return plane_field(V, K, scale, common)
+        return plane_field(statement, problem, common)
     if solver is None and k <= _VERTEX_LIMIT:
-        signs = np.array(list(itertools.product([1.0], *[[1.0, -1.0]] * (k - 1))))
-        q1, q2 = (2.0 * np.linalg.norm(signs @ M.T, axis=1) for M in raw)
-        front = _pareto(q1, q2)
-        rounding = 16.0 * (head.d + len(head.V)) * EPS * np.array([np.linalg.norm(M) for M in raw]) * np.sqrt(k)
-        return _pairs(np.column_stack([q1[front], q2[front]]) + rounding, max_iter, common)
+        return _pairs(statement, max_iter, common)
     if scale > 0 and (solver is not None or k <= _SDP_LIMIT):
         s, diagonal, proposal = _box_sdp(M1, M2, solver or "CLARABEL", max_iter)
     return certify(
         "field_jacobian/box",
-        problem={"values": V, "keys": K, "scale": scale},
+        statement=statement,
+        problem=problem,
         multipliers={"s": [s], "diagonal": diagonal},
         source="field part on a box (own theorem): sum(lambda)/2, Diag(lambda) >= s D V'V D + D AA' D/s",
         solver=proposal.solver,
@@ -151,42 +176,96 @@ def _low_rank_ascent(M1: Array, M2: Array, max_iter: int | None) -> tuple[float,
     return s, diagonal, signs, Proposal("low-rank ascent", status, value)
 
 
-@dual_function("field_jacobian/points")
-def _points_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    root = float(np.sqrt(multiplier(multipliers, "s", (1,), positive=True)[0]))
-    pairs = problem["pairs"]
-    top = float((root * pairs[:, 0] + pairs[:, 1] / root).max(initial=0.0))
-    return float(problem["scale"] * (top**2 / 16.0 * (1.0 + 16 * EPS)))
+@problem_function("field_jacobian/points")
+def _points_problem(statement: Statement) -> dict[str, Any]:
+    """``(|V delta|, |A^T delta|)`` of the pairs of points, or of opposite vertices, that no other pair dominates."""
+    head = softmax_head(statement.attention, "field_jacobian", exact=statement.exact)
+    V, A = (M.interval() if statement.exact else M for M in (head.V, head.A))
+    domain = statement.domain
+    if isinstance(domain, Box):
+        r = Region.of(domain).reach
+        assert r is not None
+        live = r > 0 if (r > 0).any() else np.ones(len(r), dtype=bool)
+        signs = np.array(list(itertools.product([2.0], *[[2.0, -2.0]] * (int(live.sum()) - 1))))
+        corners = signs * r[live]
+        q1, q2 = (_lengths(corners @ M) for M in (V[:, live].T, A[live]))
+        size = float(np.linalg.norm(2.0 * r))
+        pairs = np.stack([upper(q1), upper(q2)], axis=1)
+        pairs = pairs[_pareto(pairs[:, 0], pairs[:, 1])]
+    elif statement.exact:
+        pairs, size = _exact_pairs(domain.points, V, A), 0.0
+    else:
+        y = domain.points - domain.points.mean(axis=0)
+        pairs, _ = _extreme_pairs(y @ V.T, y @ A)
+        size = float(np.linalg.norm(y, axis=1).max())
+    if not statement.exact:
+        # images of rounded points: absolute errors, proportional to the size of the cloud
+        norms = np.array([norm_upper(V), norm_upper(A) + head.error])
+        # squares of lengths below 1e-150 lose digits
+        tiny = 1e-150 * (norms > 0.0) if size > 0.0 else 0.0
+        pairs = pairs + size * 16.0 * (head.d + len(V)) * EPS * norms + np.where(pairs < 1e-150, tiny, 0.0)
+    largest = pairs.max(axis=0)
+    if (largest == 0).any():
+        return {"pairs": pairs, "units": None, "exact": statement.exact}
+    return {"pairs": pairs, "units": tuple(float(x) for x in largest), "exact": statement.exact}
 
 
-def points_field(head: SoftmaxHead, domain: PointSet, solver: str | None, max_iter: int | None) -> Certificate:
+def _lengths(rows: Any) -> Any:
+    return np.sqrt((rows * rows).sum(axis=1))
+
+
+def _exact_pairs(points: Array, V: Any, A: Any) -> Array:
+    """Upper ends of ``(|V delta|, |A^T delta|)`` for the pairs that matter."""
+    kept = np.zeros((1, 2))
+    x = lift(points)
+    for i in range(len(points) - 1):
+        delta = x[i + 1 :] - x[i]
+        new = np.stack([upper(_lengths(delta @ V.T)), upper(_lengths(delta @ A))], axis=1)
+        kept = np.concatenate([kept, new])
+        kept = kept[_pareto(kept[:, 0], kept[:, 1])]
+    return kept
+
+
+@dual_function("field_jacobian/points", exact=True, quantity="field")
+def _points_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    s: Any = float(multiplier(multipliers, "s", (1,), positive=True)[0])
+    if problem["units"] is None:
+        return 0.0
+    pairs, units, margin = problem["pairs"], problem["units"], 1.0 + 32 * EPS
+    if problem["exact"]:
+        pairs, s, margin = lift(pairs), lift(s), 1.0
+    root = np.sqrt(s)
+    largest = (root * (pairs[:, 0] / units[0]) + pairs[:, 1] / units[1] / root).max(initial=0.0)
+    return product(largest * largest / 16.0 * margin, *units)
+
+
+def points_field(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
+    domain: PointSet = statement.domain
+    head = softmax_head(statement.attention, "field_jacobian")
     if solver is not None:
         raise ValueError(
             f"solver must be None for a PointSet: one multiplier decides, and a search finds it; received {solver!r}."
         )
     y = domain.points - domain.points.mean(axis=0)
     Y1, Y2 = y @ head.V.T, y @ head.A
-    pairs, index = _extreme_pairs(Y1, Y2)
-    # differences of rounded images: absolute errors, proportional to the size of the cloud
-    size = float(np.linalg.norm(y, axis=1).max()) * 16.0 * (head.d + len(head.V)) * EPS
-    rounding = size * np.array([np.linalg.norm(head.V), np.linalg.norm(head.A)])
+    _, index = _extreme_pairs(Y1, Y2)
     q1, q2 = (np.linalg.norm(Y[index[:, 0]] - Y[index[:, 1]], axis=1) for Y in (Y1, Y2))
     best = int((q1 * q2).argmax())
     common: dict[str, Any] = {
-        "domain": domain,
         "witness": DiscreteMeasure(domain.points[index[best]]),
         "details": {"attained": float(q1[best] * q2[best]) / 4.0},
     }
-    return _pairs(pairs + rounding, max_iter, common)
+    return _pairs(statement, max_iter, common)
 
 
-def _pairs(pairs: Array, max_iter: int | None, common: Mapping[str, Any]) -> Certificate:
-    """The certificate of pairs with rows ``(|V delta|, |A^T delta|)``, rounded outward already."""
-    top = pairs.max(axis=0)
-    scale = float(top[0] * top[1])
+def _pairs(statement: Statement, max_iter: int | None, common: Mapping[str, Any]) -> Certificate:
+    """The certificate of pairs."""
+    problem = _points_problem(statement)
+    pairs, units = problem["pairs"], problem["units"]
+    scale = 0.0 if units is None else product(*units)
     s, proposal = 1.0, Proposal("none", "zero map", 0.0)
-    if scale > 0:
-        pairs = pairs / top
+    if units is not None:
+        pairs = pairs / np.array(units)
 
         def value(t: float) -> float:
             return float((np.exp(t) * pairs[:, 0] + np.exp(-t) * pairs[:, 1]).max()) ** 2 / 16.0
@@ -196,7 +275,8 @@ def _pairs(pairs: Array, max_iter: int | None, common: Mapping[str, Any]) -> Cer
         s = float(np.exp(2.0 * t))
     return certify(
         "field_jacobian/points",
-        problem={"pairs": pairs, "scale": scale},
+        statement=statement,
+        problem=problem,
         multipliers={"s": [s]},
         source="field part on points (own theorem): max over pairs of (t|V delta| + |A' delta|/t)^2/16",
         solver=proposal.solver,
@@ -231,9 +311,18 @@ def _pareto(q1: Array, q2: Array) -> NDArray[np.int64]:
     return np.asarray(order[new])
 
 
-def normalised(values: Array, keys: Array) -> tuple[Array, Array, float]:
-    """Both matrices with norm one, and the product of their norms (all zero when one of them is)."""
-    a, b = spectral_norm(values), spectral_norm(keys)
+def unit_pair(
+    values: Any, keys: Any, least: tuple[float, float] = (0.0, 0.0)
+) -> tuple[tuple[Any, Any], tuple[float, float] | None]:
+    """Both matrices in units near their norms, and the units (None, and zeros, when one of the matrices is zero).
+
+    No unit is below ``least``, what the rounding of the matrices amounts to.
+    """
+    # a norm below the normal numbers has lost its digits, and nothing is proved from it
+    a, b = (
+        max(spectral_norm(mid(M)), 1e-290 if M.any() or e > 0.0 else 0.0, e)
+        for M, e in zip((values, keys), least, strict=True)
+    )
     if a == 0.0 or b == 0.0:
-        return np.zeros_like(values), np.zeros_like(keys), 0.0
-    return values / a, keys / b, a * b
+        return (np.zeros(values.shape), np.zeros(keys.shape)), None
+    return (values / a, keys / b), (a, b)

@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.relaxations._quadratic import EPS
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.certificate import Certificate, Statement, certify, dual_function, multiplier
+from otattn.lipschitz.rounding import product
 
 __all__ = ["best_edge_point", "plane_field"]
 
@@ -30,19 +33,27 @@ Array = NDArray[np.float64]
 _CELLS = 4096
 
 
-def _edges(V: Array, K: Array, t: Array) -> tuple[Array, Array]:
+def _edges(V: Any, K: Any, t: Any) -> tuple[Any, Any]:
     """``|V v|^2`` and ``|K v|^2`` at ``(1, t)`` and ``(t, 1)``, shape ``(2, len(t))``."""
-    v = np.stack([np.stack([np.ones_like(t), t]), np.stack([t, np.ones_like(t)])])
-    return np.sum((V @ v) ** 2, axis=1), np.sum((K @ v) ** 2, axis=1)
+    v = [np.stack([np.ones_like(t), t]), np.stack([t, np.ones_like(t)])]
+    return (
+        np.stack([((V @ x) ** 2).sum(axis=0) for x in v]),
+        np.stack([((K @ x) ** 2).sum(axis=0) for x in v]),
+    )
 
 
-@dual_function("field_jacobian/plane")
-def _plane_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+@dual_function("field_jacobian/plane", exact=True, quantity="field")
+def _plane_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     V, K = problem["values"], problem["keys"]
-    s = multiplier(multipliers, "s", (2, _CELLS), positive=True)
-    a, b = _edges(V, K, np.linspace(-1.0, 1.0, _CELLS + 1))
-    top = max(float((0.5 * (s * x + y / s)).max()) for x, y in ((a[:, :-1], b[:, :-1]), (a[:, 1:], b[:, 1:])))
-    return float(problem["scale"] * top * (1.0 + 64 * EPS))
+    s: Any = multiplier(multipliers, "s", (2, _CELLS), positive=True)
+    t: Any = np.linspace(-1.0, 1.0, _CELLS + 1)
+    margin = 1.0 + 64 * EPS + problem["slack"]
+    if isinstance(V, BallMatrix):
+        V, K, s, t, margin = V.interval(), K.interval(), lift(s), lift(t), 1.0
+    a, b = _edges(V, K, t)
+    ends = (a[:, :-1], b[:, :-1]), (a[:, 1:], b[:, 1:])
+    largest = np.stack([(0.5 * (s * x + y / s)).max() for x, y in ends]).max()
+    return product(largest * margin, *problem["units"])
 
 
 def best_edge_point(V: Array, K: Array) -> Array:
@@ -53,18 +64,20 @@ def best_edge_point(V: Array, K: Array) -> Array:
     return np.array([1.0, t[k]]) if edge == 0 else np.array([t[k], 1.0])
 
 
-def plane_field(V: Array, K: Array, scale: float, common: Mapping[str, Any]) -> Certificate:
-    """The certificate for ``V D`` and ``A^T D`` of norm one each, ``scale`` the product of their norms."""
+def plane_field(statement: Statement, problem: Mapping[str, Any], common: Mapping[str, Any]) -> Certificate:
+    """The certificate for ``V D`` and ``A^T D`` of norm about one each."""
+    V, K = problem["values"], problem["keys"]
     t = np.linspace(-1.0, 1.0, _CELLS + 1)
     a, b = _edges(V, K, 0.5 * (t[1:] + t[:-1]))
     s = np.clip(np.sqrt(b / np.maximum(a, 1e-300)), 1e-6, 1e6)
     return certify(
         "field_jacobian/plane",
-        problem={"values": V, "keys": K, "scale": scale},
+        statement=statement,
+        problem=problem,
         multipliers={"s": s},
         source="field part on a rectangle (own theorem): max over its boundary of |V D v| |A' D v|",
         solver="cells",
         solver_status="closed",
-        solver_value=float(np.sqrt((a * b).max())) * scale,
+        solver_value=float(np.sqrt((a * b).max())) * product(*problem["units"]),
         **common,
     )

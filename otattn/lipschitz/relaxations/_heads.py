@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import product_error
 from otattn.attention import MaskedAttention, SoftmaxAttention
-from otattn.lipschitz.relaxations._quadratic import EPS
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.regions import Region
+from otattn.lipschitz.rounding import top
 from otattn.lipschitz.setting import check_sizes
-from otattn.measures import Ball, Box, Domain, Ellipsoid, PointSet
+from otattn.measures import Ball, Domain, Ellipsoid
 
 __all__ = ["Round", "SoftmaxHead", "check_domain", "enclosing_round", "softmax_head"]
 
@@ -21,28 +23,32 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxHead:
-    """``A (d, d)``, ``V (e, d)``, ``c (d,)`` of a softmax head, masked or not."""
+    """``A (d, d)``, ``V (e, d)``, ``c (d,)`` of a softmax head, masked or not; balls in exact arithmetic.
 
-    A: Array
-    V: Array
-    c: Array
+    ``error`` and ``shift`` bound what rounding did to A and to c.
+    """
+
+    A: Any
+    V: Any
+    c: Any
     causal: bool
+    error: float = 0.0
+    shift: float = 0.0
 
     @property
     def d(self) -> int:
         return len(self.A)
 
 
-@dataclass(frozen=True, eq=False)
-class Round:
+class Round(NamedTuple):
     """The set ``{E z + center : |z| <= 1}``; ``radius >= ||E||``."""
 
-    E: Array
+    E: Any
     center: Array
     radius: float
 
 
-def softmax_head(attention: Any, relaxation: str) -> SoftmaxHead:
+def softmax_head(attention: Any, relaxation: str, *, exact: bool = False) -> SoftmaxHead:
     """The matrices of a softmax head."""
     causal = isinstance(attention, MaskedAttention)
     head = attention.attention if isinstance(attention, MaskedAttention) else attention
@@ -52,8 +58,17 @@ def softmax_head(attention: Any, relaxation: str) -> SoftmaxHead:
             "treat the heads of a multi-head attention one by one and join them with relaxations.multihead."
         )
     check_sizes(head)
-    c = np.zeros(head.in_dim) if head.bias is None else head.bias
-    return SoftmaxHead(np.asarray(head.A), np.asarray(head.V), c, causal)
+    wrap: Any = BallMatrix.exact if exact else np.asarray
+    A, V, c = wrap(head.A), wrap(head.V), wrap(np.zeros(head.in_dim) if head.bias is None else head.bias)
+    error = shift = 0.0
+    if head.factors is not None and len(head.factors[0]) < head.in_dim:
+        # the map runs on its factors, so they are what it is made of
+        q, k, bq = head.factors
+        if exact:
+            A, c = wrap(k.T) @ wrap(q), c if bq is None else wrap(k.T) @ wrap(bq)
+        else:
+            error, shift = product_error(k.T, q), 0.0 if bq is None else product_error(k.T, bq[:, None])
+    return SoftmaxHead(A, V, c, causal, error, shift)
 
 
 def check_domain(domain: Any, d: int) -> None:
@@ -67,26 +82,12 @@ def check_domain(domain: Any, d: int) -> None:
         raise ValueError(f"domain must live in dimension {d}, received {domain.dim}; check the attention's matrices.")
 
 
-def enclosing_round(domain: Domain, d: int) -> Round:
+def enclosing_round(domain: Domain, d: int, *, exact: bool = False) -> Round:
     """The domain itself when it is round, a ball around the middle of the box or of the points otherwise."""
+    wrap: Any = BallMatrix.exact if exact else np.asarray
     if isinstance(domain, Ball):
-        return Round(domain.radius * np.eye(d), np.zeros(d), domain.radius)
-    if isinstance(domain, Ellipsoid):
-        return Round(np.asarray(domain.shape), np.asarray(domain.center), spectral_norm_upper(domain.shape))
-    if isinstance(domain, Box):
-        radius = float(np.linalg.norm(domain.half_widths)) * (1.0 + 4 * d * EPS)
-        return Round(radius * np.eye(d), domain.center, radius)
-    if isinstance(domain, PointSet):
-        center = _middle(domain.points)
-        radius = float(np.linalg.norm(domain.points - center, axis=1).max()) * (1.0 + 4 * d * EPS)
-        return Round(radius * np.eye(d), center, radius)
-    raise TypeError(f"no ball is known around a {type(domain).__name__}; give a Ball that contains it.")
-
-
-def _middle(points: Array) -> Array:
-    """Near the centre of the smallest enclosing ball (Badoiu and Clarkson: step to the farthest point)."""
-    center = np.asarray(points.mean(axis=0))
-    for k in range(1, 200):
-        far = points[np.linalg.norm(points - center, axis=1).argmax()]
-        center = center + (far - center) / (k + 1)
-    return center
+        return Round(wrap(domain.radius * np.eye(d)), np.zeros(d), domain.radius)
+    region = Region.of(domain, exact=exact)
+    assert region.center is not None
+    radius = top(region.radius)
+    return Round(region.shape if isinstance(domain, Ellipsoid) else wrap(radius * np.eye(d)), region.center, radius)

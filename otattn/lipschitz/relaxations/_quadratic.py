@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cholesky, eigh
 from scipy.sparse.linalg import eigsh
 
-from otattn._linalg import symmetrize
+from otattn._linalg import bordered, mid, symmetrize
+from otattn.errors import CertificateError
+from otattn.lipschitz.balls import BallMatrix, proves_psd
+from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve
 
 __all__ = ["EPS", "box_multipliers", "box_sdp_constraint", "quadratic_sup", "row_span", "top_eigenvalue", "triangular"]
@@ -19,18 +22,48 @@ EPS = float(np.finfo(np.float64).eps)
 _REDUCE_FROM = 48  # below this dimension the reduction costs more than it saves
 
 
-def quadratic_sup(H: Array, b: Array, diagonal: Array | None = None) -> float:
+def quadratic_sup(H: Any, b: Any, diagonal: Array | None = None) -> Any:
     r"""Upper bound of ``sup z^T H z + b^T z`` over ``|z| <= 1``, or over ``|z_k| <= 1`` with ``diagonal``.
 
     For ``Q = Diag(t) - H > 0``, ``t >= 0``, the supremum is at most ``sum t + b^T Q^{-1} b / 4`` on the
     box, and ``tau + b^T Q^{-1} b / 4`` with ``t = tau`` constant on the ball (where the best tau is exact).
     On the box the given multipliers are shifted by the best common constant, which also repairs infeasible
-    ones. Eigenvalues are taken lower by their backward error.
+    ones. Eigenvalues are taken lower by their backward error; for balls, ``[[Q, b/2], [b^T/2, o]]`` is proved PSD, which
+    gives ``sum t + o`` and ``tau + o``.
     """
     k = len(b)
     if k == 0:
         return 0.0
-    H = symmetrize(H)
+    if isinstance(H, BallMatrix):
+        return _proved_sup(H, b, diagonal)
+    given = np.zeros(k) if diagonal is None else diagonal
+    box = diagonal is not None
+    cost = float(k) if box else 1.0
+    t, rest, margin = _shift(symmetrize(H), b, diagonal)
+    value = float(given.sum()) * box + cost * t + rest
+    size = float(np.abs(given).sum()) * box + cost * (abs(t) + margin) + float(np.linalg.norm(b)) * np.sqrt(cost)
+    return value + 16.0 * k * EPS * size
+
+
+def _proved_sup(H: BallMatrix, b: BallMatrix, diagonal: Array | None) -> Any:
+    k = len(b)
+    near = symmetrize(mid(H))
+    t, rest, _ = _shift(near, mid(b), diagonal)
+    given = np.zeros(k) if diagonal is None else diagonal
+    size = float(np.abs(near).sum()) + abs(t) + rest + float(np.abs(given).sum()) + float(np.abs(mid(b)).sum())
+    form = bordered(-0.5 * (H + H.T), 0.5 * b)
+    for step in (1e-14, 1e-12, 1e-10, 1e-8):
+        spread, offset = given + (t + step * size), rest + step * size
+        if (spread < 0).any():
+            break
+        if proves_psd(form + np.diag(np.append(spread, offset))):
+            return (lift(spread).sum() if diagonal is not None else lift(t + step * size)) + offset
+    raise CertificateError("the multipliers of a quadratic could not be confirmed in balls.")
+
+
+def _shift(H: Array, b: Array, diagonal: Array | None) -> tuple[float, float, float]:
+    """The best common shift t of the multipliers, ``b^T Q^{-1} b / 4`` there, and the margin of the eigenvalues."""
+    k = len(b)
     box = diagonal is not None
     given = np.zeros(k) if diagonal is None else diagonal
     cost = float(k) if box else 1.0
@@ -52,7 +85,9 @@ def quadratic_sup(H: Array, b: Array, diagonal: Array | None = None) -> float:
 
     t = low
     if live.any() and slope(low) < 0.0:
-        high = low + float(np.sqrt(weight.sum() / cost)) * (1.0 + 1e-9)
+        # far enough for the sum to be resolved: a tiny b would leave t at the pole
+        reach = max(float(np.sqrt(weight.sum() / cost)), 4.0 * EPS * float(np.abs(w).max()))
+        high = low + reach * (1.0 + 1e-9)
         for _ in range(100):
             t = 0.5 * (low + high)
             if slope(t) < 0.0:
@@ -61,9 +96,7 @@ def quadratic_sup(H: Array, b: Array, diagonal: Array | None = None) -> float:
                 high = t
         t = high
     with np.errstate(divide="ignore"):
-        value = float(given.sum()) * box + cost * t + float(np.sum(weight[live] / (w[live] + t)))
-    size = float(np.abs(given).sum()) * box + cost * (abs(t) + margin) + float(np.linalg.norm(b)) * np.sqrt(cost)
-    return value + 16.0 * k * EPS * size
+        return t, float(np.sum(weight[live] / (w[live] + t))), margin
 
 
 def row_span(*blocks: Array) -> tuple[Array | None, float]:

@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import spectral_norm, symmetrize
+from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.intervals import lift
+from otattn.lipschitz.regions import Region
 from otattn.lipschitz.relaxations._heads import check_domain, enclosing_round, softmax_head
 from otattn.lipschitz.relaxations._quadratic import (
     EPS,
@@ -34,7 +37,14 @@ from otattn.lipschitz.relaxations._quadratic import (
     row_span,
 )
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
 from otattn.measures import Box, Domain
 
 __all__ = ["kappa"]
@@ -90,52 +100,71 @@ def kappa(attention: Any, domain: Domain, *, solver: str | None = None, max_iter
             "different sets, and T_j <= e^kappa fails for it; pass the unmasked head if that is what you mean."
         )
     check_domain(domain, head.d)
-    if isinstance(domain, Box):
-        live = np.flatnonzero(domain.half_widths > 0)
-        r = domain.half_widths[live]
-        A, c = r[:, None] * head.A[np.ix_(live, live)] * r, r * (head.A[live] @ domain.center + head.c[live])
-        return _box(A, c, domain, solver, max_iter)
-    around = enclosing_round(domain, head.d)
-    A, c = around.E.T @ head.A @ around.E, around.E.T @ (head.A @ around.center + head.c)
-    return _round(A, c, domain, solver, max_iter)
+    statement = Statement(attention, domain, None, 2.0)
+    return _box(statement, solver, max_iter) if isinstance(domain, Box) else _round(statement, solver, max_iter)
 
 
-@dual_function("column_sums/round")
-def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+@problem_function("column_sums/round")
+def _round_problem(statement: Statement) -> dict[str, Any]:
+    """``E^T A E`` and ``E^T (A b + c)`` in units of their norms, on the span that they see."""
+    head = softmax_head(statement.attention, "kappa", exact=statement.exact)
+    if head.causal:
+        raise ValueError("kappa bounds no column sums under a mask.")
+    around = enclosing_round(statement.domain, head.d, exact=statement.exact)
+    E = around.E
+    left, shifted = E.T @ head.A, head.A @ around.center + head.c
+    A, c = left @ E, E.T @ shifted
+    unit = spectral_norm(mid(A)) + float(np.linalg.norm(mid(c)))
+    if unit == 0.0 and not A.any() and not c.any():
+        return {"A": A, "c": c, "unit": 0.0, "slack": 0.0}
+    unit = max(unit, 1e-290)
+    A, c = A / unit, c / unit
+    if statement.exact:
+        return {"A": A, "c": c, "unit": unit, "slack": 0.0}
+    # z and z' - z have norms at most 1 and 2; each product was rounded
+    size = float(norm_upper(E))
+    rounded = product_error(left, E) + product_error(E.T, head.A) * size + product_error(E.T, shifted[:, None])
+    rounded += size * (
+        product_error(head.A, around.center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
+    )
+    rounded += size * head.error * (size + float(norm_upper(around.center)))
+    basis, missed = row_span(A, A.T, c[None])
+    if basis is not None:
+        A, c = basis.T @ A @ basis, basis.T @ c
+    return {"A": A, "c": c, "unit": unit, "slack": 6.0 * (missed + rounded / unit) + 64.0 * len(c) * EPS}
+
+
+@dual_function("column_sums/round", exact=True, quantity="column_exponent")
+def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     nu = float(multiplier(multipliers, "nu", (1,), positive=True)[0])
-    return float(problem["scale"] * (_dual_value(problem["A"], problem["c"], nu) + problem["slack"]))
+    if problem["unit"] == 0.0:
+        return 0.0
+    return problem["unit"] * (_dual_value(problem["A"], problem["c"], nu) + problem["slack"])
 
 
-def _dual_value(A: Array, c: Array, nu: float) -> float:
-    return 0.25 / nu + nu * float(c @ c) + quadratic_sup(nu * A.T @ A - A, 2.0 * nu * A.T @ c - c)
+def _dual_value(A: Any, c: Any, nu: float) -> Any:
+    number: Any = lift(nu) if isinstance(A, BallMatrix) else nu
+    return 0.25 / number + nu * (c @ c) + quadratic_sup(nu * (A.T @ A) - A, 2.0 * nu * (A.T @ c) - c)
 
 
-def _round(A: Array, c: Array, domain: Domain, solver: str | None, max_iter: int | None) -> Certificate:
-    head_dim = domain.dim or len(c)  # the longest inner products in A and c
-    scale, slack = float(np.linalg.norm(A)) + float(np.linalg.norm(c)), 0.0
+def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
+    problem = _round_problem(statement)
+    A, c, scale = problem["A"], problem["c"], problem["unit"]
     nu, proposal = 1.0, Proposal("none", "zero map", 0.0)
     if scale > 0:
-        A, c = A / scale, c / scale
-        basis, missed = row_span(A, A.T, c[None])
-        if basis is not None:
-            A, c = basis.T @ A @ basis, basis.T @ c
-        top = spectral_norm(A) + float(np.linalg.norm(c))
-        A, c, scale = A / top, c / top, scale * top
-        # z and z' - z have norms at most 1 and 2; products of three matrices were rounded
-        slack = 6.0 * missed / top + 64.0 * head_dim * EPS
         if solver is None:
-            nu, proposal = scalar_search(lambda t: _dual_value(A, c, t), _LOW, _HIGH, max_iter=max_iter)
+            nu, proposal = scalar_search(lambda t: float(_dual_value(A, c, t)), _LOW, _HIGH, max_iter=max_iter)
         else:
             nu, proposal = _round_sdp(A, c, solver, max_iter)
     return certify(
         "column_sums/round",
-        problem={"A": A, "c": c, "scale": scale, "slack": slack},
+        statement=statement,
+        problem=problem,
         multipliers={"nu": [nu]},
         source="column sums (own theorem): min over nu of 1/(4 nu) + max_z nu|Az+c|^2 - <Az+c,z>",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
-        domain=domain,
     )
 
 
@@ -150,32 +179,63 @@ def _round_sdp(A: Array, c: Array, solver: str, max_iter: int | None) -> tuple[f
     return scalar_value(nu), proposal
 
 
-@dual_function("column_sums/box")
-def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+@problem_function("column_sums/box")
+def _box_problem(statement: Statement) -> dict[str, Any]:
+    """The form on the box ``|z_k| <= 1`` of the sides that are not zero, in units of its norm."""
+    head = softmax_head(statement.attention, "kappa", exact=statement.exact)
+    if head.causal:
+        raise ValueError("kappa bounds no column sums under a mask.")
+    reach, center = Region.of(statement.domain).reach, statement.domain.center
+    assert reach is not None
+    live = np.flatnonzero(reach > 0)
+    if not live.size:
+        return {"A": head.A, "c": head.c, "unit": 0.0, "slack": 0.0}
+    r = reach[live]
+    shifted = (head.A @ center + head.c)[live]
+    A, c = ((head.A[np.ix_(live, live)] * r).T * r).T, shifted * r
+    unit = spectral_norm(mid(A)) + float(np.linalg.norm(mid(c)))
+    if unit == 0.0 and not A.any() and not c.any():
+        return {"A": A, "c": c, "unit": 0.0, "slack": 0.0}
+    unit = max(unit, 1e-290)
+    slack = 0.0
+    if not statement.exact:
+        size = float(np.linalg.norm(r))
+        rounded = product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
+        slack = 2.0 * size * (rounded + head.error * (size + float(norm_upper(center)))) / unit + 16.0 * len(r) * EPS
+    return {"A": A / unit, "c": c / unit, "unit": unit, "slack": slack}
+
+
+@dual_function("column_sums/box", exact=True, quantity="column_exponent")
+def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    if problem["unit"] == 0.0:
+        return 0.0
     H, b = _pair_form(problem["A"], problem["c"])
     diagonal = multiplier(multipliers, "diagonal", (len(b),))
-    return float(problem["scale"] * max(0.0, quadratic_sup(H, b, diagonal)))
+    return problem["unit"] * np.maximum(0.0, quadratic_sup(H, b, diagonal) + problem["slack"])
 
 
-def _pair_form(A: Array, c: Array) -> tuple[Array, Array]:
+def _pair_form(A: Any, c: Any) -> tuple[Any, Any]:
     """``<A z + c, z' - z>`` as a quadratic in ``(z, z')``."""
-    return np.block([[-symmetrize(A), 0.5 * A.T], [0.5 * A, np.zeros_like(A)]]), np.concatenate([-c, c])
+    k = len(c)
+    first, second = np.eye(k, 2 * k), np.eye(k, 2 * k, k)
+    whole = (first - second).T @ (A @ first)
+    return -0.5 * (whole + whole.T), (second - first).T @ c
 
 
-def _box(A: Array, c: Array, domain: Box, solver: str | None, max_iter: int | None) -> Certificate:
-    scale = spectral_norm(A) + float(np.linalg.norm(c))
-    diagonal, proposal = np.zeros(2 * len(c)), Proposal("none", "zero map", 0.0)
+def _box(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
+    problem = _box_problem(statement)
+    scale = problem["unit"]
+    diagonal, proposal = np.zeros(2 * len(problem["c"])), Proposal("none", "zero map", 0.0)
     if scale > 0:
-        A, c = A / scale, c / scale
-        H, b = _pair_form(A, c)
+        H, b = _pair_form(problem["A"], problem["c"])
         diagonal, proposal = box_multipliers(H, b, solver or "CLARABEL", max_iter)
     return certify(
         "column_sums/box",
-        problem={"A": A, "c": c, "scale": scale},
+        statement=statement,
+        problem=problem,
         multipliers={"diagonal": diagonal},
         source="column sums on a box (own theorem): Shor dual of <Az+c, z'-z>",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
-        domain=domain,
     )

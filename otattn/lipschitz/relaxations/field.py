@@ -23,12 +23,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import lambda_max_upper, spectral_norm
-from otattn.lipschitz.relaxations._field_hull import box_field, normalised, points_field
-from otattn.lipschitz.relaxations._heads import SoftmaxHead, check_domain, enclosing_round, softmax_head
+from otattn._linalg import lambda_max_upper, product_error
+from otattn.lipschitz.relaxations._field_hull import box_field, points_field, unit_pair
+from otattn.lipschitz.relaxations._heads import check_domain, enclosing_round, softmax_head
 from otattn.lipschitz.relaxations._quadratic import EPS, row_span, triangular
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
+from otattn.lipschitz.rounding import product
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
 
 __all__ = ["field_jacobian"]
@@ -80,55 +88,68 @@ def field_jacobian(
     """
     head = softmax_head(attention, "field_jacobian")
     check_domain(domain, head.d)
+    statement = Statement(attention, domain, None, 2.0)
     if isinstance(domain, PointSet):
-        return points_field(head, domain, solver, max_iter)
+        return points_field(statement, solver, max_iter)
     if isinstance(domain, Box):
-        return box_field(head, domain, solver, max_iter)
-    return _round(head, domain, solver, max_iter)
+        return box_field(statement, solver, max_iter)
+    return _round(statement, solver, max_iter)
 
 
-@dual_function("field_jacobian/round")
-def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    V, K = problem["values"], problem["keys"]
-    s = float(multiplier(multipliers, "s", (1,), positive=True)[0])
-    top = max(0.0, lambda_max_upper(s * V.T @ V + K.T @ K / s))
-    return float(problem["scale"] * (0.5 * top + problem["slack"]))
-
-
-def _round(head: SoftmaxHead, domain: Domain, solver: str | None, max_iter: int | None) -> Certificate:
-    around = enclosing_round(domain, head.d)
-    values, keys = head.V @ around.E, head.A.T @ around.E
-    sizes = np.linalg.norm(values), np.linalg.norm(keys)
-    # the span first, at unit Frobenius norms, so that the norms are those of small matrices
-    values, keys = (M / size if size > 0 else M for M, size in zip((values, keys), sizes, strict=True))
+@problem_function("field_jacobian/round")
+def _round_problem(statement: Statement) -> dict[str, Any]:
+    """``V E`` and ``A^T E`` with norms of about one, on the span that they see, and the product of their units."""
+    head = softmax_head(statement.attention, "field_jacobian", exact=statement.exact)
+    around = enclosing_round(statement.domain, head.d, exact=statement.exact)
+    raw = head.V @ around.E, head.A.T @ around.E
+    rounded = 0.0, 0.0
+    if not statement.exact and head.V.any() and head.A.any() and around.radius > 0.0:
+        # where terms cancel, this may be all that is left
+        rounded = product_error(head.V, around.E), product_error(head.A.T, around.E) + head.error * around.radius
+    (values, keys), units = unit_pair(*raw, least=rounded)
+    if statement.exact or units is None:
+        return {"values": values, "keys": keys, "units": units, "slack": 0.0, "basis": None}
     basis, missed = row_span(values, keys)
     if basis is not None:
         values, keys = values @ basis, keys @ basis
-    V, K, product = normalised(triangular(values), triangular(keys))
-    scale = float(sizes[0] * sizes[1] * product)
-    error = missed / max(min(spectral_norm(values), spectral_norm(keys)), 1e-300)
-    slack = _slack(error + 16.0 * max(head.V.shape + head.A.shape) * EPS) if scale > 0 else 0.0
-    s, proposal = _one_multiplier(V.T @ V, K.T @ K, solver, max_iter, trivial=scale == 0)
+    error = missed + max(e / u for e, u in zip(rounded, units, strict=True))
+    slack = _slack(error + 16.0 * max(head.V.shape + head.A.shape) * EPS)
+    return {"values": triangular(values), "keys": triangular(keys), "units": units, "slack": slack, "basis": basis}
+
+
+@dual_function("field_jacobian/round", exact=True, quantity="field")
+def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    V, K, units = problem["values"], problem["keys"], problem["units"]
+    s = float(multiplier(multipliers, "s", (1,), positive=True)[0])
+    if units is None:
+        return 0.0
+    largest = np.maximum(0.0, lambda_max_upper(s * (V.T @ V) + (K.T @ K) / s))
+    return product(0.5 * largest + problem["slack"], *units)
+
+
+def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
+    problem = _round_problem(statement)
+    V, K, units, basis = (problem[key] for key in ("values", "keys", "units", "basis"))
+    scale = 0.0 if units is None else product(*units)
+    s, proposal = _one_multiplier(V.T @ V, K.T @ K, solver, max_iter, trivial=units is None)
     z = _balanced_direction(V, K, s)
+    head = softmax_head(statement.attention, "field_jacobian")
+    around = enclosing_round(statement.domain, head.d)
     u = around.E @ (z if basis is None else basis @ z)
     attained = float(np.linalg.norm(head.V @ u) * np.linalg.norm(head.A.T @ u))
     return certify(
         "field_jacobian/round",
-        problem={"values": V, "keys": K, "scale": scale, "slack": slack},
+        statement=statement,
+        problem=problem,
         multipliers={"s": [s]},
         source="field part (own theorem): min over s of lambda_max(s E'V'VE + E'AA'E/s)/2",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
-        domain=domain,
         witness=DiscreteMeasure(np.stack([around.center + u, around.center - u])),
         details={"attained": attained},
-        residuals={"to_attained": scale * _round_dual_value(V, K, s) - attained},
+        residuals={"to_attained": float(_round_dual(problem, {"s": np.array([s])})) - attained},
     )
-
-
-def _round_dual_value(V: Array, K: Array, s: float) -> float:
-    return 0.5 * max(0.0, lambda_max_upper(s * V.T @ V + K.T @ K / s))
 
 
 def _one_multiplier(

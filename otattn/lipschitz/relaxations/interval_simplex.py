@@ -22,6 +22,8 @@ for every ``eta >= 0``; it is exact for d = 1 (the linear program's dual).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,43 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import lambda_max_upper, symmetrize
+from otattn.errors import CertificateError
+from otattn.lipschitz.balls import BallMatrix, proves_psd
+from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.relaxations._quadratic import EPS
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
+from otattn.lipschitz.relaxations.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
+from otattn.lipschitz.rounding import LEAST
 
-__all__ = ["interval_simplex", "threshold_bounds"]
+__all__ = ["IntervalSimplex", "interval_simplex", "threshold_bounds"]
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalSimplex:
+    """All weights p on ``points (n, d)`` with ``lower <= p <= upper`` and ``sum p = 1``: the domain of the certificate."""
+
+    points: Array
+    lower: Array
+    upper: Array
+
+    def check(self) -> None:
+        """Refuse bounds that no weights meet (to the rounding of a sum)."""
+        low, high = self.lower, self.upper
+        if (low < 0).any() or (low > high).any() or low.sum() > 1 + 1e-12 or high.sum() < 1 - 1e-12:
+            raise ValueError(
+                "lower and upper must satisfy 0 <= lower <= upper and sum(lower) <= 1 <= sum(upper), received "
+                f"sums {low.sum():g} and {high.sum():g}, least lower {low.min():g}, largest lower - upper "
+                f"{(low - high).max():g}; widen the interval."
+            )
 
 
 def interval_simplex(
@@ -84,18 +116,11 @@ def interval_simplex(
     y = check.points(points, "points")
     low = check.vector(lower, "lower", size=len(y))
     high = check.vector(upper, "upper", size=len(y))
-    if (low < 0).any() or (low > high).any() or low.sum() > 1 + 1e-12 or high.sum() < 1 - 1e-12:
-        raise ValueError(
-            "lower and upper must satisfy 0 <= lower <= upper and sum(lower) <= 1 <= sum(upper), received "
-            f"sums {low.sum():g} and {high.sum():g}, least lower {low.min():g}, largest lower - upper "
-            f"{(low - high).max():g}; widen the interval."
-        )
+    simplex = IntervalSimplex(*(check.frozen(np.array(x)) for x in (y, low, high)))
+    simplex.check()
+    statement = Statement(None, simplex, len(y), 2.0)
+    center, scale, middle = _centre(simplex)
     high = np.minimum(high, 1.0)
-    spread = high - low
-    total = float(spread.sum())
-    middle = low + spread * ((1.0 - low.sum()) / total if total > 0 else 0.0)
-    center = middle @ y
-    scale = float(np.linalg.norm(y - center, axis=1).max())
     z = (y - center) / scale if scale > 0 else np.zeros_like(y)
     N, L, proposal = (
         np.zeros((y.shape[1],) * 2),
@@ -106,23 +131,52 @@ def interval_simplex(
         N, L, proposal = _sdp(z, low, high, solver, max_iter)
     return certify(
         "interval_simplex",
-        problem={"points": z, "lower": low, "upper": high, "scale": scale**2},
+        statement=statement,
         multipliers={"N": N, "L": L},
         source="covariance over an interval simplex (own relaxation)",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale**2,
-        n=len(y),
         details={"attained": _attained(y - center, low, high, middle)},
     )
 
 
-@dual_function("interval_simplex")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+def _centre(simplex: IntervalSimplex) -> tuple[Array, float, Array]:
+    """A centre of the points, their largest distance from it, and weights in the middle of the simplex."""
+    low, high = simplex.lower, np.minimum(simplex.upper, 1.0)
+    spread = high - low
+    total = float(spread.sum())
+    middle = low + spread * ((1.0 - low.sum()) / total if total > 0 else 0.0)
+    center = middle @ simplex.points
+    gaps = simplex.points - center
+    # squares may underflow before the distances do
+    unit = float(np.abs(gaps).max())
+    return center, unit * float(np.linalg.norm(gaps / unit, axis=1).max()) if unit > 0.0 else 0.0, middle
+
+
+@problem_function("interval_simplex")
+def _problem(statement: Statement) -> dict[str, Any]:
+    simplex: IntervalSimplex = statement.domain
+    simplex.check()
+    if statement.exact:
+        sums = [sum((Fraction(float(x)) for x in bound), Fraction(0)) for bound in (simplex.lower, simplex.upper)]
+        if sums[0] > 1 or sums[1] < 1:
+            raise ValueError("the bounds admit no weights in exact arithmetic; the covariance of none is bounded.")
+    center, scale, _ = _centre(simplex)
+    y: Any = lift(simplex.points) if statement.exact else simplex.points
+    z = (y - center) / scale if scale > 0 else np.zeros_like(y)
+    return {"points": z, "lower": simplex.lower, "upper": np.minimum(simplex.upper, 1.0), "scale": scale}
+
+
+@dual_function("interval_simplex", exact=True, quantity="covariance")
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     y, low, high = problem["points"], problem["lower"], problem["upper"]
     n, d = y.shape
     N = symmetrize(multiplier(multipliers, "N", (d, d)))
     L = symmetrize(multiplier(multipliers, "L", (n, d, d)))
+    if not isinstance(y, np.ndarray):
+        return np.square(lift(problem["scale"])) * _proved(y, low, high, N, L)
+    # differences to the centre were rounded in proportion to the points
     gaps = y[:, :, None] * y[:, None, :] - N
     # the least shift that makes L_j and L_j + Y_j - N PSD, by more than the error of the eigenvalues
     size = 1.0 + float(np.abs(N).sum()) + np.abs(L).sum(axis=(1, 2))
@@ -130,7 +184,32 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     shift = np.maximum(0.0, -least) + 8.0 * d * EPS * size
     total = N + np.einsum("j,jab->ab", high, gaps) + np.einsum("j,jab->ab", high - low, L)
     value = lambda_max_upper(total) + float((high - low) @ shift)
-    return float(problem["scale"] * max(0.0, value + 8.0 * (n + d) * EPS * float(high @ size)))
+    value = max(0.0, value + 16.0 * (n + d) * EPS * float(high @ size))
+    return max(float(problem["scale"] ** 2 * value), LEAST if problem["scale"] > 0.0 else 0.0)
+
+
+def _proved(y: Any, low: Array, high: Array, N: Array, L: Array) -> Any:
+    """The dual function in balls: every ``L_j`` and ``L_j + Y_j - N`` is shifted until it is proved PSD."""
+    n, d = y.shape
+    total = BallMatrix.exact(N)
+    for j in range(n):
+        row = BallMatrix.between(y[j : j + 1])
+        gap = row.T @ row - N
+        least = min(float(np.linalg.eigvalsh(M)[0]) for M in (L[j], L[j] + symmetrize(gap.mid())))
+        size = 1.0 + float(np.abs(N).sum()) + float(np.abs(L[j]).sum())
+        shifted = next(
+            (
+                S
+                for step in (1e-15, 1e-13, 1e-11, 1e-9)
+                for S in (L[j] + (max(0.0, -least) + 8 * d * step * size) * np.eye(d),)
+                if proves_psd(BallMatrix.exact(S)) and proves_psd(gap + S)
+            ),
+            None,
+        )
+        if shifted is None:
+            raise CertificateError(f"the multiplier L[{j}] could not be confirmed in balls.")
+        total = total + gap * float(high[j]) + BallMatrix.exact(shifted) * (lift(high[j]) - low[j])
+    return np.maximum(0.0, lambda_max_upper(total))
 
 
 def _sdp(y: Array, low: Array, high: Array, solver: str, max_iter: int | None) -> tuple[Array, Array, Proposal]:

@@ -38,7 +38,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,13 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
-from otattn.lipschitz.relaxations._problem import integer, number, stored_head
-from otattn.lipschitz.relaxations.certificate import certify, dual_function
-from otattn.lipschitz.relaxations.regions import SelfLogit, spread_region, unit_head
-from otattn.measures.domains import Domain
+from otattn.lipschitz.intervals import is_interval, lift, upper
+from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.relaxations._options import integer, number, trivial
+from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function, problem_function
+from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, head_of, spread_region
+from otattn.lipschitz.rounding import least
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["joint"]
 
@@ -59,71 +62,76 @@ Array = NDArray[np.float64]
 _CELLS = 20_000
 
 
-def column_sum(n: int, kappa: float) -> float:
+def column_sum(n: int, kappa: Any) -> Any:
     """``T_n``, outward."""
     if n == 1:
         return 1.0
-    return min(float(n), (1.0 + 1.0 / (1.0 / (n - 1) + math.exp(-kappa))) * (1 + 1e-14))
+    return least(float(n), (1.0 + 1.0 / (1.0 / (n - 1) + np.exp(-kappa))) * (1 + 1e-14))
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """The row constants at the corners of the region: all arrays have one entry a corner.
 
-    ``diagonal`` bounds ``|V C_i A| / v``.
+    ``diagonal`` bounds ``|V C_i A| / v``. Floats, or intervals: then every method is exact.
     """
 
-    gamma: Array
-    spread: Array
-    diagonal: Array
+    gamma: Any
+    spread: Any
+    diagonal: Any
     n: int
-    T: float
+    T: Any
     atoms: int
 
-    @property
-    def omega(self) -> Array:
+    @cached_property
+    def omega(self) -> Any:
         """``1 + gamma^2 lam``."""
         return 1.0 + self.gamma**2 * self.spread
 
-    def row(self, e1: Array, e2: Array) -> Array:
+    def intervals(self) -> _Rows:
+        """The same numbers as intervals of length 0."""
+        return _Rows(lift(self.gamma), lift(self.spread), lift(self.diagonal), self.n, lift(self.T), self.atoms)
+
+    def row(self, e1: Any, e2: Any) -> Any:
         """``k (cells, corners)`` for token norms ``e1, e2 (cells,)``: the maximum over cells of the atom's mass p.
 
         The maximum of ``e1 X + e2 Y`` is at most ``(e1 - z) cap + sqrt(Omega (p z^2 + (1-p) e2^2))`` for every z in
         ``[0, e1]``; the best z for the middle p is used on the whole cell, where the root is largest at an end.
         """
+        one = self.gamma[:1] * 0.0 + 1.0
         edges = np.linspace(0.0, 1.0, self.atoms + 1)
         best = np.zeros((e1.size, self.gamma.size))
         x1, x2 = e1[:, None], e2[:, None]
-        for a, b in itertools.pairwise(edges.tolist()):
-            p, near = 0.5 * (a + b), min(max(0.5, a), b)
-            lam = np.minimum(self.spread, 4 * a * (1 - a) if a > 0.5 else 1.0)
+        for start, end in itertools.pairwise(edges.tolist()):
+            middle, a, b = 0.5 * (start + end), start * one, end * one
+            near = min(max(0.5, start), end) * one
+            lam = np.minimum(self.spread, 4 * a * (1 - a) if start > 0.5 else one)
             omega = 1.0 + self.gamma**2 * lam
             cap = b + self.gamma * np.minimum(2 * near * (1 - near), np.sqrt(lam * near * (1 - near)))
-            room = p * omega - cap**2
-            with np.errstate(divide="ignore"):
-                z = np.where(room > 0, cap * np.sqrt((1 - p) / (p * np.maximum(room, 0.0))), np.inf)
-            with np.errstate(invalid="ignore"):  # 0 * inf, in entries that the next line does not take
-                scaled = x2 * z
-            z = np.minimum(x1, np.where(x2 > 0, scaled, np.where(room > 0, 0.0, np.inf)))
+            z: Any = _best_shift(middle, *(upper(x) for x in (omega, cap, x1, x2)))
+            z = lift(z) if is_interval(x1) else z
             root = np.sqrt(omega * np.maximum(a * z**2 + (1 - a) * x2**2, b * z**2 + (1 - b) * x2**2))
-            best = np.maximum(best, (x1 - z) * cap + root)
+            # z may exceed e1 by its rounding: the first term is then at most 0
+            best = np.maximum(best, np.maximum(x1 - z, 0.0) * cap + root)
         return best
 
-    def peak(self, k: Array, e: Array, alpha: Array) -> Array:
-        """``max_{x <= k} (x + diagonal e)^2 - alpha x^2 / Omega``, elementwise."""
+    def peak(self, k: Any, e: Any, alpha: Any) -> Any:
+        """``max_{x <= k} (x + b)^2 - s x^2``, ``b = diagonal e``, ``s = alpha / Omega``, elementwise.
+
+        For ``s > 1`` the maximum over all x is ``b^2 (1 + 1/(s-1))``, at ``x = b / (s-1)``; else it stands at k.
+        """
         b = self.diagonal * e
         shrink = alpha / self.omega
         with np.errstate(divide="ignore", invalid="ignore"):
-            x = np.where(shrink > 1, np.minimum(k, b / (shrink - 1)), k)
-        x = np.where(np.isfinite(x), x, k)
-        return np.asarray((x + b) ** 2 - shrink * x**2)
+            free = b**2 + b**2 / (shrink - 1)
+        return np.where((shrink > 1) & (b < k * (shrink - 1)), free, (k + b) ** 2 - shrink * k**2)
 
-    def total(self, k: Array, e1: Array, e2: Array, rem: Array, alpha: Array, mu: Array) -> Array:
+    def total(self, k: Any, e1: Any, e2: Any, rem: Any, alpha: Any, mu: Any) -> Any:
         """The bound at multipliers ``alpha, mu``; ``k (..., corners)``, the others broadcast to ``(...)``."""
-        e1, e2, alpha, mu = (np.asarray(x)[..., None] for x in (e1, e2, alpha, mu))
+        e1, e2, alpha, mu = (x[..., None] for x in (e1, e2, alpha, mu))
         value = alpha[..., 0] * self.T + self.peak(k, e1, alpha).max(axis=-1)
         if self.n == 1:
-            return np.asarray(value)
+            return value
         value = value + self.peak(k, e2, alpha).max(axis=-1)
         if self.n > 2:
             b = self.diagonal
@@ -136,30 +144,50 @@ class _Rows:
             zero = self.peak(k, 0 * e2, alpha)
             rest = np.maximum(rest, zero)
             value = value + mu[..., 0] * rem + (self.n - 2) * rest.max(axis=-1)
-        return np.asarray(value)
+        return value
+
+
+def _best_shift(p: float, omega: Array, cap: Array, x1: Array, x2: Array) -> Array:
+    """A z in ``[0, x1]`` near the least value of ``(x1 - z) cap + sqrt(Omega (p z^2 + (1-p) x2^2))``."""
+    room = p * omega - cap**2
+    with np.errstate(divide="ignore"):
+        z = np.where(room > 0, cap * np.sqrt((1 - p) / (p * np.maximum(room, 0.0))), np.inf)
+    with np.errstate(invalid="ignore"):  # 0 * inf, in entries that the next line does not take
+        scaled = x2 * z
+    return np.minimum(x1, np.where(x2 > 0, scaled, np.where(room > 0, 0.0, np.inf)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Cells of ``(rho, theta)``; ``memory`` keeps the multipliers found so far, to start from on later cells."""
+    """Cells of ``(rho, theta)``; ``memory`` keeps the multipliers found so far, to start from on later cells.
+
+    ``proof`` are the rows in interval arithmetic when the bounds of the cells are to be exact.
+    """
 
     rows: _Rows
     memory: list[tuple[Array, Array, Array]] = field(default_factory=list)
+    proof: _Rows | None = None
 
-    def corner(self, lo: Array, hi: Array) -> tuple[Array, Array, Array, Array]:
+    def corner(self, lo: Any, hi: Any, *, exact: bool = False) -> tuple[Any, Any, Any, Any]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
-        (r0, t0), (r1, t1) = lo, hi
-        angles, where = np.unique(np.array([t0, t1]), axis=1, return_inverse=True)
-        k = self.rows.row(np.cos(angles[0]), np.sin(angles[1]))[where.ravel()] * r1[:, None]
+        rows = self.proof if exact and self.proof is not None else self.rows
+        wrap = lift if exact else np.asarray
+        angles, where = np.unique(np.array([lo[1], hi[1]]), axis=1, return_inverse=True)
+        low, high = wrap(angles[0]), wrap(angles[1])
+        (r0, t0), (r1, t1) = ((wrap(x[0]), wrap(x[1])) for x in (lo, hi))
+        k = rows.row(np.cos(low), np.sin(high))[where.ravel()] * r1[:, None]
         e1, e2 = r1 * np.cos(t0), r1 * np.sin(t1)
-        return k, e1, e2, np.clip(1 - r0**2, 0.0, max(0, self.rows.n - 2) * e2**2)
+        return k, e1, e2, np.clip(1 - r0**2, 0.0, max(0, rows.n - 2) * e2**2)
 
     def bound(self, lo: Array, hi: Array) -> Array:
         """Logarithm of the bound of each cell, ``-inf`` where it is empty."""
-        value, _, _ = self.optimum(lo, hi)
+        value, alpha, mu = self.optimum(lo, hi)
+        if self.proof is not None:
+            value = upper(self.proof.total(*self.corner(lo, hi, exact=True), lift(alpha), lift(mu)))
         # the other norms cannot hold what the two largest leave
         most = (self.rows.n - 2) * (hi[0] * np.sin(hi[1])) ** 2
-        return np.where(1 - hi[0] ** 2 > most * (1 + 1e-12) + 1e-12, -np.inf, np.log(value))
+        log_value = np.log(value) if self.proof is None else upper(np.log(lift(value)))
+        return np.where(1 - hi[0] ** 2 > most * (1 + 1e-12) + 1e-12, -np.inf, log_value)
 
     def winners(self, at: Array) -> Array:
         """The corners of the region where the rows' maxima stand at the point ``at (2, 1)``."""
@@ -211,11 +239,11 @@ class _Search:
 
 def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array], family: SelfLogit | None = None) -> _Rows:
     """What the program knows of the rows; ``family`` spares the search from building it again at each step."""
-    head, n = stored_head(problem), integer(problem, "n", least=2)
+    head, n = problem["head"], problem["n"]
     family = SelfLogit.of(head, multipliers) if family is None else family
     gamma, spread = spread_region(head, n, family, multipliers["edges"])
-    diagonal = np.minimum(head.trace_sigma * spread, head.sigma) / head.v
-    return _Rows(gamma, spread, diagonal, n, column_sum(n, head.kappa), integer(problem, "atoms"))
+    diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
+    return _Rows(gamma, spread, diagonal, n, float(upper(column_sum(n, head.kappa))), problem["atoms"])
 
 
 def _least_rho(n: int) -> float:
@@ -223,15 +251,37 @@ def _least_rho(n: int) -> float:
     return math.sqrt(2 / n) * (1 - 1e-14)
 
 
-def _prove(search: _Search, tol: float) -> Maximum:
-    rho = np.linspace(_least_rho(search.rows.n), 1.0, 9) if search.rows.n > 2 else np.ones(2)
-    return maximise(search.bound, *boxes(rho, np.linspace(0.0, math.pi / 4, 9)), tol=tol, max_cells=_CELLS)
+def _cover(n: int) -> tuple[Array, Array]:
+    """Cells of ``(rho, theta)`` that cover all pairs ``e_1 >= e_2``."""
+    rho = np.linspace(_least_rho(n), 1.0, 9) if n > 2 else np.ones(2)
+    # theta <= pi/4, which a float does not reach
+    return boxes(rho, np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9))
 
 
-@dual_function("joint")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    found = _prove(_Search(_rows(problem, multipliers)), float(problem["tol"]))
-    return number(problem, "v") * math.exp(0.5 * found.value) * (1 + 1e-12)
+def _search(rows: _Rows, tol: float) -> tuple[Maximum, _Search]:
+    search = _Search(rows)
+    return maximise(search.bound, *_cover(rows.n), tol=tol, max_cells=_CELLS), search
+
+
+@problem_function("joint")
+def _problem(statement: Statement) -> dict[str, Any]:
+    if statement.p != 2.0:
+        raise ValueError(f"p must be 2 for joint, received {statement.p:g}.")
+    head, n = head_of(statement), check.count(statement.n, "n")
+    given = statement.options
+    options = {"atoms": integer(given, "atoms", most=10_000), "target": number(given, "target", least=-math.inf)}
+    return {"head": head, "n": n, **options}
+
+
+@dual_function("joint", exact=True)
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    head: UnitHead = problem["head"]
+    if problem["n"] == 1:
+        return head.v
+    rows = _rows(problem, multipliers)
+    search = _Search(rows, proof=rows.intervals() if head.exact else None)
+    log_square = proved_below(search.bound, *_cover(rows.n), target=problem["target"], max_cells=2 * _CELLS)
+    return head.v * (np.exp(0.5 * lift(log_square)) if head.exact else math.exp(0.5 * log_square) * (1 + 1e-12))
 
 
 def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast") -> Bound:
@@ -265,21 +315,22 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     count = check.count(n, "n")
-    head = unit_head(attention, domain)
+    deep = effort == "deep"
+    tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
+    region = domain if isinstance(domain, Domain) else Ball(domain)
+    statement = Statement(attention, region, count, 2.0)
+    head = head_of(statement)
+    problem = {"head": head, "n": count, "atoms": atoms}
     source = "otattn/lipschitz/relaxations/joint.py, T8"
     if count == 1 or head.v == 0.0:
-        return Bound(head.v, "upper", source, domain=domain, n=count)
-    deep = effort == "deep"
-    names = ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")
-    problem = {k: getattr(head, k) for k in names}
-    problem |= {"n": count, "atoms": 200 if deep else 80, "tol": 2e-3 if deep else 1e-2}
+        return trivial(statement)
     family = SelfLogit.default(head)
     edges = np.linspace(0.0, 1.0, 25)
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}
     for _ in range(3 if deep else 2):
         # finer cells of |g| where they decide, around the worst spot so far
-        search = _Search(_rows(problem, multipliers, family))
-        spot, memory = _prove(search, 0.03), search.memory
+        spot, search = _search(_rows(problem, multipliers, family), 0.03)
+        memory = search.memory
         at = 0.5 * (spot.lo + spot.hi)[:, None]
         for _ in range(60 if deep else 40):
             rows = _rows(problem, multipliers, family)
@@ -292,17 +343,19 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
                 break
             edges = np.union1d(edges, 0.5 * (edges[cell] + edges[cell + 1]))
             multipliers["edges"] = edges
+    # a recheck proves each member anew: only those that decide are kept
+    family = family.decisive(head.top * edges[:-1], head.top * edges[1:])
+    multipliers |= {"nu": family.nu, "gap": family.gap}
     rows = _rows(problem, multipliers, family)
-    found = _prove(_Search(rows), problem["tol"])
+    found, _ = _search(rows, tol)
     return certify(
         "joint",
-        problem=problem,
+        statement=replace(statement, options={"atoms": atoms, "target": found.value}),
+        problem=problem | {"target": found.value},
         multipliers=multipliers,
         source=source,
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + problem["tol"] else "cells exhausted",
+        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
         solver_value=head.v * math.exp(0.5 * found.seen),
-        domain=domain,
-        n=count,
         details={"column_sum": rows.T, "sigma": head.trace_sigma, "cells": found.cells},
     )

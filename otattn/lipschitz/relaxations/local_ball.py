@@ -5,7 +5,8 @@ For tokens X and every X' with ``|x'_i - x_i| <= rho``, ``||D_{X'} f||`` is at m
 - perturbation: ``||D_X f|| + || [b_ij] ||``, ``b_ij`` bounds of the norms of the blocks of
   ``D_{X'} f - D_X f``;
 - direct: Cauchy-Schwarz over the intervals in which the rows of P' lie (T2b with intervals);
-- global: a bound on a domain that contains the ball, when the caller has one.
+- global: a bound of the same map on a domain that contains the ball, when the caller has one. It must say of what it is a
+  bound, and is verified with the certificate.
 
 The intervals, and the proofs of the block bounds, are in
 :mod:`otattn.lipschitz.relaxations._interval_head`. By the mean value inequality the result bounds
@@ -26,10 +27,18 @@ from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.containment import NearTokens
 from otattn.lipschitz.relaxations._interval_head import IntervalHead, best_thresholds, interval_head
 from otattn.lipschitz.relaxations._quadratic import EPS, row_span, top_eigenvalue, triangular
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
-from otattn.measures import Ball, as_discrete
+from otattn.lipschitz.relaxations.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
+from otattn.measures import as_discrete
 
 __all__ = ["local_ball"]
 
@@ -37,7 +46,7 @@ Array = NDArray[np.float64]
 _DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
 
 
-def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | float | None = None) -> Certificate:
+def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | None = None) -> Certificate:
     r"""Certified bound of ``||D_{X'} f||`` over all tokens X' with ``|x'_i - x_i| <= rho``.
 
     Parameters
@@ -48,10 +57,9 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
         Tokens, equal weights.
     rho : float
         How far each token may move; 0 gives the local constant.
-    global_bound : Bound or float, optional
-        An upper bound that holds on a domain containing the ball, such as ``lipschitz_upper_bound`` for
-        this n. Then the result is never worse; a float, or a Bound whose domain is not a Ball, is trusted
-        to cover it.
+    global_bound : Bound, optional
+        An upper bound of the same map, for this n or any measure and p = 2, on a Ball or Box that contains the moved tokens,
+        such as ``lipschitz_upper_bound``. Then the result is never worse.
 
     Returns
     -------
@@ -65,7 +73,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     Raises
     ------
     ValueError
-        Tokens of unequal weights, a negative rho, or a global bound that does not apply.
+        Tokens of unequal weights, a negative rho, or a global bound that does not cover the moved tokens.
 
     Examples
     --------
@@ -78,7 +86,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     ----------
     Our own theorem (local ball); the proofs are in the docstrings of this module and of ``_interval_head``.
     """
-    heads, causal = _heads(attention)
+    heads, _ = _heads(attention)
     mu = as_discrete(X)
     check.moderate(mu.points, "X")
     if not mu.is_uniform:
@@ -88,9 +96,10 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
         )
     tokens = check.points(mu.points, "X", dim=heads[0][0].shape[0])
     radius = check.positive(rho, "rho", zero=True, limit=check.LARGEST)
-    glob = _global_value(global_bound, tokens, radius)
-    A, V, c, x = _on_span(heads, tokens)
-    problem = {"A": A, "V": V, "c": c, "X": x, "rho": radius, "causal": causal, "global": glob}
+    near = NearTokens(check.frozen(np.array(tokens)), radius)
+    options = {} if global_bound is None else {"global": global_bound}
+    statement = Statement(attention, near, len(tokens), 2.0, options)
+    problem = _data(statement)
     found = [best_thresholds(head) for head in _interval_heads(problem)]
     multipliers = {name: np.stack([thresholds[name] for thresholds in found]) for name in ("values", "keys")}
     parts = _parts(problem, multipliers)
@@ -99,18 +108,58 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     branch = min(("perturbation", "direct", "global"), key=lambda name: parts[name])
     return certify(
         "local_ball",
+        statement=statement,
         problem=problem,
         multipliers=multipliers,
         source=f"local ball (own theorem), branch: {branch}",
         solver="thresholds",
         solver_status="optimal",
         solver_value=parts[branch],
-        domain=("local ball", mu, radius),
-        n=mu.n,
         witness=global_bound if branch == "global" else mu,
         details={"branch": branch, **parts},
         proved=parts[branch],
     )
+
+
+@problem_function("local_ball")
+def _problem(statement: Statement) -> dict[str, Any]:
+    """The data, with a global bound that is verified itself."""
+    if "global" in statement.options and not statement.options["global"].verify():
+        raise ValueError("the global bound is not proved.")
+    return _data(statement)
+
+
+def _data(statement: Statement) -> dict[str, Any]:
+    """The heads and tokens on the span that the heads see, and the global value."""
+    if (
+        statement.p != 2.0
+        or not isinstance(statement.domain, NearTokens)
+        or statement.n != len(statement.domain.points)
+    ):
+        raise ValueError("local_ball is about p = 2 and the tokens near given ones; the statement was altered.")
+    heads, causal = _heads(statement.attention)
+    A, V, c, x = _on_span(heads, statement.domain.points)
+    glob = np.inf
+    bound = statement.options.get("global")
+    if bound is not None:
+        if not isinstance(bound, Bound):
+            raise ValueError(
+                f"global_bound must be a Bound, which says of what it is a bound, received {bound!r}; "
+                "lipschitz_upper_bound makes one."
+            )
+        reason = bound.covers(statement.attention, domain=statement.domain, n=statement.n, p=2.0)
+        if reason is not None:
+            raise ValueError(
+                f"global_bound must bound this map on a domain that contains the moved tokens, but {reason}; "
+                f"received {bound!r}. The largest norm of a moved token is at most {_reach(statement.domain):.17g}."
+            )
+        glob = float(bound.value)
+    rho = statement.domain.radius
+    return {"A": A, "V": V, "c": c, "X": x, "rho": rho, "causal": causal, "global": glob}
+
+
+def _reach(near: NearTokens) -> float:
+    return (float(np.linalg.norm(near.points, axis=1).max()) + near.radius) * (1.0 + 1e-15 * near.dim + 1e-15)
 
 
 @dual_function("local_ball")
@@ -202,21 +251,3 @@ def _on_span(heads: list[tuple[Array, Array, Array]], tokens: Array) -> tuple[Ar
         A, V, c, tokens = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis
     stack = np.concatenate(list(np.swapaxes(V, 1, 2)))  # a common isometry of the outputs: rotate onto their span
     return A, np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2), c, tokens
-
-
-def _global_value(bound: Bound | float | None, tokens: Array, rho: float) -> float:
-    if bound is None:
-        return float("inf")
-    if not isinstance(bound, Bound):
-        return check.positive(bound, "global_bound", zero=True)
-    if bound.kind != "upper" or bound.p != 2.0:
-        raise ValueError(f"global_bound must be an upper bound of order 2, received {bound!r}.")
-    if bound.n is not None and bound.n != len(tokens):
-        raise ValueError(f"global_bound must hold for n = {len(tokens)} tokens, received one for n = {bound.n}.")
-    reach = float(np.linalg.norm(tokens, axis=1).max()) + rho
-    if isinstance(bound.domain, Ball) and reach > bound.domain.radius * (1.0 + 1e-12):
-        raise ValueError(
-            f"global_bound must hold on a ball that contains the moved tokens (norms up to {reach:g}), "
-            f"received one on the ball of radius {bound.domain.radius:g}; compute it for a larger radius."
-        )
-    return float(bound.value)

@@ -52,6 +52,7 @@ Every factor is monotone in each variable on a cell (the first is concave in rho
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,16 +61,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
-from scipy.special import xlogy
 
 from otattn import _validate as check
+from otattn._linalg import mid, norm_upper
+from otattn.lipschitz.balls import BallMatrix, proves_psd
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
-from otattn.lipschitz.relaxations._problem import number, stored_head
-from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
-from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, unit_head
-from otattn.lipschitz.rounding import log, log_sum, safe_exp
-from otattn.measures.domains import Domain
+from otattn.lipschitz.intervals import is_interval, lift, upper, xlogy
+from otattn.lipschitz.relaxations._cells import CellBound, Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.relaxations._options import number, trivial
+from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function, multiplier, problem_function
+from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, head_of
+from otattn.lipschitz.rounding import is_zero, log, log_sum, safe_exp, top
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["mean_field"]
 
@@ -80,29 +83,31 @@ _MARGIN = 1e-12
 _CELLS = 200_000
 
 
-_Trail = Any
-"""The barycentre cells and their maximum, None where M3 was not evaluated."""
+def _weight(rho: Any, s: float) -> Any:
+    """``c_s = max_q 4 q (1-q) e^{-kl(pbar|q)/s}``, ``pbar = (1 + rho)/2``.
+
+    At the maximum ``p / q = (1 + 2 s) p / (p + s)`` and ``(1-p)/(1-q) = (1 + 2 s)(1-p) / (1 - p + s)``.
+    """
+    p, rest = 0.5 * (1.0 + rho), 0.5 * (1.0 - rho)
+    whole: Any = 1.0 + 2.0 * (lift(s) if is_interval(rho) else s)
+    kl = xlogy(p, whole * p / (p + s)) + xlogy(rest, whole * rest / (rest + s))
+    return 4.0 * ((p + s) / whole) * ((rest + s) / whole) * np.exp(-kl / s)
 
 
-def _weight(rho: Array, s: float) -> Array:
-    """``c_s = max_q 4 q (1-q) e^{-kl(pbar|q)/s}``, ``pbar = (1 + rho)/2``."""
-    p = 0.5 * (1.0 + rho)
-    q = (p / s + 1.0) / (1.0 / s + 2.0)
-    kl = xlogy(p, p / q) + xlogy(1.0 - p, (1.0 - p) / (1.0 - q))
-    return np.asarray(4.0 * q * (1.0 - q) * np.exp(-kl / s))
+def _second_moment(W: Any, theta: float) -> Any:
+    """``c_2 = max_U U e^{-theta kl(W|U)}``, at ``U = (1 + theta W) / (1 + theta)``, ``(1-W)/(1-U) = (1 + theta)/theta``."""
+    if theta == 0.0:
+        return W * 0.0 + 1.0
+    share = lift(theta) if is_interval(W) else theta
+    U = (1.0 + share * W) / (1.0 + share)
+    kl = xlogy(W, W / U) + (1.0 - W) * (np.log1p(share) - np.log(share))
+    return np.minimum(1.0, U * np.exp(-share * kl))
 
 
-def _second_moment(W: Array, theta: float) -> Array:
-    """``c_2 = max_U U e^{-theta kl(W|U)}``."""
-    U = (1.0 + theta * W) / (1.0 + theta)
-    kl = xlogy(W, W / U) + xlogy(1.0 - W, np.divide(1.0 - W, 1.0 - U, out=np.ones_like(W), where=U < 1.0))
-    return np.asarray(np.minimum(1.0, U * np.exp(-theta * kl)))
-
-
-def _gain(B: Array) -> Array:
+def _gain(B: Any) -> Any:
     """``max_y B y + log(1 - y)/2`` over y in [0, 1)."""
     B = np.maximum(B, 0.5)
-    return np.asarray(B - 0.5 - 0.5 * np.log(2.0 * B))
+    return B - 0.5 - 0.5 * np.log(2.0 * B)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,55 +119,68 @@ class _Barycentre:
     least: float
     """Lower bound of ``|A x| / |x|``."""
 
-    def gamma(self, r: Array, q: Array) -> Array:
+    def gamma(self, r: Any, q: Any) -> Any:
         """``|g|``: increasing in r and in q."""
-        size = float(np.linalg.norm(self.head.c)) * (1 + 1e-14)
+        size = norm_upper(self.head.c) + self.head.noise
         high = np.minimum(self.head.top, self.head.a * r + size)
-        return np.asarray((1 - q) * np.minimum(high, np.maximum(self.least * r - size, 0.0)) + q * high)
+        return (1 - q) * np.minimum(high, np.maximum(self.least * r - size, 0.0)) + q * high
 
-    def axes(self, count: int) -> tuple[Array, Array]:
-        """Edges of r and q; q is one point when ``|g|`` is a function of r."""
-        rigid = self.head.centred and self.least >= self.head.a * (1 - 1e-13)
-        return np.linspace(0, 1, count + 1), np.ones(2) if rigid else np.linspace(0, 1, count + 1)
+    @property
+    def rigid(self) -> bool:
+        """True when ``|g|`` is a function of r: then q is 1."""
+        return self.head.centred and self.least >= top(self.head.a) * (1 - 1e-13)
 
-    def excess(self, r0: Array, r1: Array, g0: Array, g1: Array) -> Array:
+    def boxes(self, count: int) -> tuple[Array, Array]:
+        """Cells of (r, q)."""
+        edges = np.linspace(0, 1, count + 1)
+        return boxes(edges, np.ones(2) if self.rigid else edges)
+
+    def excess(self, r0: Any, r1: Any, g0: Any, g1: Any) -> Any:
         """Upper bound of ``f = |g| - <g,x>`` on each cell; exact in ``|g|`` for each multiplier."""
         best = g1 * (1.0 + r1)
         for nu, lam, const in zip(*self.family.arrays, strict=True):
-            g = np.clip(0.5 / nu, g0, g1) if nu > 0 else g1
+            g = np.clip((lift(0.5) if self.head.exact else 0.5) / nu, g0, g1) if nu > 0 else g1
             best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
-        return np.asarray(best)
+        return best
 
-    def m3(self, s1: float, s2: float) -> Any:
+    def m3(self, s1: float, s2: float) -> CellBound:
         """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
-        a, top = self.head.a, self.head.top
+        a, largest = self.head.a, self.head.top
 
-        def bound(lo: Array, hi: Array) -> Array:
-            (r0, q0), (r1, q1) = lo, hi
+        def bound(lo: Any, hi: Any) -> Array:
+            (r0, q0), (r1, q1) = _ends(lo, hi, self.head.exact)
             g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
-            Gam = np.minimum(top**2, g1**2 + a**2 * (1 - r0**2))
+            if self.rigid:
+                g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
+            Gam = np.minimum(largest**2, g1**2 + a**2 * (1 - r0**2))
             value = self.excess(r0, r1, g0, g1)
             if s1 > 0:
                 value = value + s1 * np.log1p(2 * np.sqrt(Gam))
             if s2 > 0:
                 value = value + s2 * np.log1p(_weight(r0, s2) * Gam)
-            return np.asarray(value)
+            return np.asarray(upper(value))
 
         return bound
 
 
-def _m4_bound(a: float, least: float, h: float) -> Any:
+def _ends(lo: Array, hi: Array, exact: bool) -> tuple[Any, Any]:
+    """The ends of cells, as intervals in exact arithmetic."""
+    return (lift(lo), lift(hi)) if exact else (lo, hi)
+
+
+def _m4_bound(a: Any, least: float, h: float) -> CellBound:
     """Bound of M4 on cells of ``(rho, beta / (1 - rho^2))``."""
 
-    def bound(lo: Array, hi: Array) -> Array:
-        (r0, s0), (r1, s1) = lo, hi
+    def bound(lo: Any, hi: Any) -> Array:
+        (r0, s0), (r1, s1) = _ends(lo, hi, is_interval(a))
         b0, b1 = (1 - r1**2) * s0, (1 - r0**2) * s1
         r = np.clip(0.5, r0, r1)
         total = np.minimum(1.0, r1**2 + b1)
-        W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * a else np.ones_like(total)
+        W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * top(a) else np.ones_like(total)
         gain = _gain(a * b0)
-        row = np.min([np.log1p(_second_moment(W, t) / h) - (1 - t) * gain for t in _THETAS], axis=0)
-        return np.asarray(a * (r - r**2) + row + np.log1p(h * a**2 * total))
+        rows = [np.log1p(_second_moment(W, t) / h) - (1 - t) * gain for t in _THETAS]
+        row = functools.reduce(np.minimum, rows)
+        return np.asarray(upper(a * (r - r**2) + row + np.log1p(h * a**2 * total)))
 
     return bound
 
@@ -171,10 +189,8 @@ def _orders(p: float) -> tuple[float, float]:
     return (0.0, 0.5 * p) if p >= 2 else (2.0 - p, p - 1.0)
 
 
-def _m4(a: float, least: float, h: float, tol: float, cells: int) -> Maximum:
-    return maximise(
-        _m4_bound(a, least, h), *boxes(np.linspace(0, 1, 25), np.linspace(0, 1, 25)), tol=tol, max_cells=cells
-    )
+def _square() -> tuple[Array, Array]:
+    return boxes(np.linspace(0, 1, 25), np.linspace(0, 1, 25))
 
 
 def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
@@ -182,7 +198,7 @@ def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
     r, q = 0.5 * (at.lo + at.hi)
     g = float(field.gamma(np.array(r), np.array(q)))
     head, family = field.head, field.family
-    size = float(np.linalg.norm(head.c))
+    size = float(norm_upper(head.c))
     now = int(np.argmax(family.nu * g**2 - family.lam * r**2 - family.const))
     nu, gap = float(family.nu[now]), float(family.gap[now])
     span = 0.1 * abs(nu) + 0.02 / head.a
@@ -200,53 +216,113 @@ def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
     return family.join(SelfLogit.build(head, np.array([nu]), np.array([gap])))
 
 
-def _least_stretch(A: Array, a: float) -> float:
-    s = np.linalg.svd(A, compute_uv=False)
-    return max(0.0, float(s[-1]) - 16 * len(A) * 2.3e-16 * a)
+def least_stretch(head: UnitHead) -> float:
+    """A number at or below the least singular value of A."""
+    A, a = mid(head.A), top(head.a)
+    s = float(np.linalg.svd(A, compute_uv=False)[-1])
+    for margin in (16.0, 1e3, 1e5):
+        low = max(0.0, s - margin * len(A) * 2.3e-16 * a - head.noise)
+        if not head.exact or low == 0.0:
+            return low
+        if proves_psd(head.A.T @ head.A - BallMatrix.exact(np.eye(len(A))) * (lift(low) * lift(low))):
+            return low
+    return 0.0
 
 
-def _psd_defect(A: Array, a: float) -> float:
-    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 does not apply then)."""
-    skew = float(np.linalg.norm(A - A.T)) / 2
+def psd_defect(head: UnitHead) -> float:
+    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 and ``psd`` do not apply then)."""
+    A, a = mid(head.A), top(head.a)
+    skew = top(norm_upper(head.A - head.A.T)) / 2
     if a == 0.0 or skew > 1e-10 * a:
         return math.inf
     low = float(np.linalg.eigvalsh(0.5 * (A + A.T))[0])
-    defect = skew + max(0.0, -low) + 16 * len(A) * 2.3e-16 * a
-    return defect if defect <= 1e-10 * a else math.inf
+    for margin in (16.0, 1e3, 1e5):
+        below = max(0.0, -low) + margin * len(A) * 2.3e-16 * a
+        defect = (skew + below + head.noise) * (1.0 + 1e-12)
+        if defect > 1e-10 * a:
+            break
+        if not head.exact or proves_psd(0.5 * (head.A + head.A.T) + BallMatrix.exact(below * np.eye(len(A)))):
+            return defect
+    return math.inf
 
 
-def _proof(problem: Mapping[str, Any], multipliers: Mapping[str, Array], tol: float) -> tuple[float, str, _Trail]:
-    """Logarithm of the bound that the multipliers prove, the theorem that gives it, and where it stands."""
-    head, p = stored_head(problem), number(problem, "p", least=1.0, most=math.inf)
-    if head.v == 0.0:
-        return -math.inf, "V = 0", None
-    base = log(head.sigma)
-    s1, s2 = _orders(p) if math.isfinite(p) else (0.0, 0.0)
+def _factor(head: UnitHead, p: float) -> Any:
+    """``log sup w`` without the divergence: the closed form's (T6, T10)."""
+    s1, s2 = _orders(p)
+    return s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top))
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A theorem, the logarithm of its ``sup T``, and where it stands."""
+
+    name: str
+    log_sum: float
+    field: Any = None
+    at: Maximum | None = None
+
+
+def _trial(head: UnitHead, p: float, multipliers: Mapping[str, Array], tol: float) -> _Trial:
+    """The theorem that gives the least bound at these multipliers, in float64."""
     if math.isinf(p):
-        return log_sum(base, log(head.v) + 0.5 * math.log1p(head.top**2)), "T10", None
-    logs = {"T6" if p == 2 else "T10": head.kappa + s1 * math.log1p(2 * head.top) + s2 * math.log1p(head.top**2)}
-    trail: _Trail = None
+        return _Trial("T10", 0.0)
+    trials = [_Trial("T6" if p == 2 else "T10", float(head.kappa + _factor(head, p)))]
+    field, at = None, None
     if head.a > 0:
-        least = _least_stretch(head.A, head.a)
-        family = SelfLogit.of(head, multipliers)
-        field = _Barycentre(head, family, least)
-        found = maximise(field.m3(s1, s2), *boxes(*field.axes(24)), tol=tol, max_cells=_CELLS)
-        logs["M3"] = found.value
-        trail = (field, found)
-        defect = _psd_defect(head.A, head.a) if head.centred and p == 2 else math.inf
-        if math.isfinite(defect):
-            h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
-            worst = _m4(head.a, max(0.0, least - defect), h, tol, _CELLS).value
-            # log T moves by at most 2 |E|, and by h (2 a |E| + |E|^2) in the second factor, when A = PSD + E
-            logs["M4"] = worst + 4 * defect * (1 + h * head.a)
-    name = min(logs, key=lambda k: logs[k])
-    power = logs[name] + _MARGIN * (1 + abs(logs[name]))
-    return log_sum(base, log(head.v) + power / p), name, trail
+        field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+        at = maximise(field.m3(*_orders(p)), *field.boxes(24), tol=tol, max_cells=_CELLS)
+        trials.append(_Trial("M3", at.value))
+        if _m4_applies(head, p):
+            bound, loose = _m4(head, multipliers)
+            trials.append(_Trial("M4", maximise(bound, *_square(), tol=tol, max_cells=_CELLS).value + loose))
+    return replace(min(trials, key=lambda t: t.log_sum), field=field, at=at)
 
 
-@dual_function("mean_field")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    return safe_exp(_proof(problem, multipliers, float(problem["tol"]))[0])
+def _m4_applies(head: UnitHead, p: float) -> bool:
+    return head.centred and p == 2 and math.isfinite(psd_defect(head))
+
+
+def _m4(head: UnitHead, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
+    """M4's bound on cells, and what the distance of A to the PSD matrices adds."""
+    h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
+    defect = psd_defect(head)
+    bound = _m4_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
+    # log T moves by at most 2 |E|, and by h (2 a |E| + |E|^2) in the second factor, when A = PSD + E
+    return bound, 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
+
+
+def _log_bound(head: UnitHead, p: float, log_sum_T: Any) -> Any:
+    """Logarithm of ``sigma + v (sup T)^{1/p}``."""
+    if math.isinf(p):
+        return log_sum(log(head.sigma), log(head.v) + 0.5 * np.log1p(np.square(head.top)))
+    power = log_sum_T if head.exact else log_sum_T + _MARGIN * (1 + abs(log_sum_T))
+    return log_sum(log(head.sigma), log(head.v) + power / p)
+
+
+@problem_function("mean_field")
+def _problem(statement: Statement) -> dict[str, Any]:
+    head = head_of(statement)
+    if is_zero(head.v):
+        raise ValueError("V must not be zero for mean_field.")
+    target = number(statement.options, "target", least=-math.inf)
+    return {"head": head, "p": statement.p, "branch": str(statement.options["branch"]), "target": target}
+
+
+@dual_function("mean_field", exact=True)
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    head, p, target, branch = (problem[key] for key in ("head", "p", "target", "branch"))
+    if branch == "M3" and math.isfinite(p):
+        field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+        value: Any = proved_below(field.m3(*_orders(p)), *field.boxes(24), target=target, max_cells=2 * _CELLS)
+    elif branch == "M4" and _m4_applies(head, p):
+        bound, loose = _m4(head, multipliers)
+        value = proved_below(bound, *_square(), target=target - loose, max_cells=2 * _CELLS)
+        value = (lift(value) if head.exact else value) + loose * (1 + 1e-12)
+    elif math.isinf(p):
+        value = 0.0
+    else:
+        value = head.kappa + _factor(head, p)
+    return safe_exp(_log_bound(head, p, lift(value) if head.exact else value))
 
 
 def _choose_h(a: float, least: float) -> float:
@@ -256,11 +332,11 @@ def _choose_h(a: float, least: float) -> float:
     )
     points = np.array([r, s])
 
-    def top(t: float) -> float:
-        return float(_m4_bound(a, least, math.exp(t))(points, points).max())
+    def largest(t: float) -> float:
+        return float(np.max(_m4_bound(a, least, math.exp(t))(points, points)))
 
     span = (-math.log(1 + a) - 4.0, 4.0)
-    return math.exp(float(minimize_scalar(top, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
+    return math.exp(float(minimize_scalar(largest, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
 
 
 def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort: str = "fast") -> Bound:
@@ -293,41 +369,42 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     order = check.check_order(p)
-    head = unit_head(attention, domain)
+    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), None, order)
+    head = head_of(statement)
+    if head.v == 0.0:
+        return trivial(statement)
     tol = 1e-3 if effort == "fast" else 1e-5
-    names = ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")
-    problem = {"p": order, "tol": tol, **{k: getattr(head, k) for k in names}}
     family = SelfLogit.default(head)
     h = 1.0
-    if head.a > 0 and math.isfinite(_psd_defect(head.A, head.a)):
-        h = _choose_h(head.a, _least_stretch(head.A, head.a))
+    if head.a > 0 and math.isfinite(psd_defect(head)):
+        h = _choose_h(head.a, least_stretch(head))
     multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
-    log_value, name, trail = _proof(problem, multipliers, tol)
+    best = _trial(head, order, multipliers, tol)
     for _ in range(4):
         # a multiplier made for the worst cell, as long as it helps
-        if trail is None or name != "M3":
+        if best.at is None or best.name != "M3":
             break
-        family = _enrich(*trail)
+        family = _enrich(best.field, best.at)
         richer = {**multipliers, "nu": family.nu, "gap": family.gap}
-        better, new_name, trail = _proof(problem, richer, tol)
-        if better < log_value - 1e-12:
-            multipliers = richer
-        gained, log_value, name = log_value - better, min(better, log_value), new_name
+        trial = _trial(head, order, richer, tol)
+        gained = best.log_sum - trial.log_sum
+        if gained > 1e-12:
+            best, multipliers = trial, richer
         if gained < 0.2 * tol:
             break
-    source = f"otattn/lipschitz/relaxations/mean_field.py, {name}"
-    details = {"log_value": log_value, "theorem": name, "kappa": head.kappa, "sigma": head.sigma}
+    log_value = float(_log_bound(head, order, best.log_sum))
+    details = {"log_value": log_value, "theorem": best.name, "kappa": head.kappa, "sigma": head.sigma}
+    source = f"otattn/lipschitz/relaxations/mean_field.py, {best.name}"
     if log_value > 709.0:
-        return Bound(math.inf, "upper", source, p=order, domain=domain, details=details)
-    found = certify(
+        domain = statement.domain
+        return Bound(math.inf, "upper", source, p=order, domain=domain, details=details, attention=attention)
+    return certify(
         "mean_field",
-        problem=problem,
+        statement=replace(statement, options={"branch": best.name, "target": best.log_sum}),
         multipliers=multipliers,
         source=source,
         solver="branch and bound",
         solver_status="closed",
         solver_value=safe_exp(log_value),
-        domain=domain,
         details=details,
     )
-    return replace(found, p=order)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,17 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh
 from scipy.optimize import minimize
 
-from otattn._linalg import lambda_max_upper, symmetrize
+from otattn._linalg import column_of, lambda_max_upper, norm_upper
+from otattn.lipschitz.balls import BallMatrix
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise
-from otattn.lipschitz.relaxations._problem import number, stored_head
-from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
+from otattn.lipschitz.intervals import lift, upper
+from otattn.lipschitz.relaxations._cells import CellBound, Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.relaxations._options import number, trivial
+from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.relaxations.joint import column_sum
-from otattn.lipschitz.relaxations.regions import UnitHead, unit_head
-from otattn.measures.domains import Domain
+from otattn.lipschitz.relaxations.regions import UnitHead, head_of
+from otattn.lipschitz.rounding import top
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["pair"]
 
@@ -62,27 +66,37 @@ class _Forms:
     def __init__(self, head: UnitHead) -> None:
         d = len(head.A)
         zero, one = np.zeros((d, d)), np.eye(d)
-        self.unit = max(head.a, math.hypot(*head.c), 1e-300)  # a sum of squares underflows
-        A, c = head.A / self.unit, head.c[:, None] / self.unit
-        G1, G2 = np.hstack([A, zero, c]), np.hstack([zero, A, c])
-        D = np.hstack([one, -one, np.zeros((d, 1))])
+        self.unit = max(top(head.a), top(norm_upper(head.c)), 1e-300)  # a float, the unit of length of the gradients
+        A, c = head.A / self.unit, head.c / self.unit
+        # places of x_1, x_2 and 1 in z, as matrices
+        at1, at2, at0 = np.hstack([one, zero, zero[:, :1]]), np.hstack([zero, one, zero[:, :1]]), np.eye(2 * d + 1)[-1:]
+        offset = column_of(c) @ at0
+        G1, G2, D = A @ at1 + offset, A @ at2 + offset, at1 - at2
         turned = G1 + A.T @ D
         self.N = turned.T @ turned + G1.T @ G1
-        self.l1, self.l2 = symmetrize(G1.T @ D), -symmetrize(G2.T @ D)
+        l1, l2 = G1.T @ D, G2.T @ D
+        self.l1, self.l2 = 0.5 * (l1 + l1.T), -0.5 * (l2 + l2.T)
         self.gap = D.T @ D
         self.parts = [np.diag(np.repeat(part, [d, d, 1])).astype(float) for part in ((0, 0, 1), (1, 0, 0), (0, 1, 0))]
+        # |g| is known to this, in the unit; N_1 and the leads then move by at most a multiple of it
+        self.noise = head.noise / self.unit
+
+    def combination(self, nu: Array, tau: float) -> Any:
+        """``N_1 + nu_1 l_1 + nu_2 l_2 - tau |d|^2``."""
+        return self.N + float(nu[0]) * self.l1 + float(nu[1]) * self.l2 - tau * self.gap
 
     def excess(self, nu: Array, tau: float, w: Array) -> float:
         """By how much the multipliers miss the inequality, outward."""
-        M = self.N + nu[0] * self.l1 + nu[1] * self.l2 - tau * self.gap
-        M = M - sum(wi * part for wi, part in zip(w, self.parts, strict=True))
+        M = self.combination(nu, tau) - sum(wi * part for wi, part in zip(w, self.parts, strict=True))
+        size = 10.0 + np.abs(nu).sum() + 4 * abs(tau) + w.sum()
         # entries are sums of d products of numbers of at most these sizes
-        noise = 64.0 * len(M) * float(np.finfo(np.float64).eps) * (10.0 + np.abs(nu).sum() + 4 * abs(tau) + w.sum())
-        return float(np.maximum(0.0, lambda_max_upper(M) + noise))  # a nan stays one: no bound then
+        noise = 0.0 if isinstance(M, BallMatrix) else 64.0 * len(M) * float(np.finfo(np.float64).eps) * size
+        noise += 40.0 * self.noise * size
+        return float(np.maximum(0.0, top(lambda_max_upper(M)) + noise))  # a nan stays one: no bound then
 
     def scaled(self, nu: Array, tau: float, ratio: Array) -> Array:
         """The least ``t * ratio`` that satisfies the inequality."""
-        M = self.N + nu[0] * self.l1 + nu[1] * self.l2 - tau * self.gap
+        M = self.combination(nu, tau)
         weight = sum(r * part for r, part in zip(ratio, self.parts, strict=True))
         t = float(eigh(M, weight, eigvals_only=True, subset_by_index=[len(M) - 1] * 2)[0])
         return max(t, 0.0) * ratio
@@ -94,44 +108,64 @@ class _Family:
     def __init__(self, forms: _Forms, nu: Array, tau: Array, w: Array) -> None:
         self.nu, self.tau, self.w = nu, tau, w
         slack = np.array([forms.excess(*one) for one in zip(nu, tau, w, strict=True)])
-        self.const = w.sum(axis=1) + 3.0 * slack
+        exact = isinstance(forms.N, BallMatrix)
+        self.const = (lift(w) if exact else w).sum(axis=1) + 3.0 * (lift(slack) if exact else slack)
 
-    def __call__(self, r0: Array, r1: Array, b1: Array, b2: Array) -> Array:
+    def __call__(self, r0: Any, r1: Any, b1: Any, b2: Any) -> Any:
         best = np.full(r0.shape, np.inf)
         for (n1, n2), tau, const in zip(np.abs(self.nu), self.tau, self.const, strict=True):
             best = np.minimum(best, const + tau * (r1 if tau >= 0 else r0) ** 2 + n1 * b1 + n2 * b2)
         return best
 
 
-def _share(lead: Array) -> Array:
+def _share(lead: Any) -> Any:
     """``q^2`` at a lead of the logits."""
     e = np.exp(-np.abs(lead))
-    return np.asarray((e / (1.0 + e) ** 2) ** 2)
+    return (e / (1.0 + e) ** 2) ** 2
 
 
-def _maximum(family: _Family, unit: float, reach: float, tol: float) -> Maximum:
-    """``log F`` in units of ``unit^2``; leads in units of ``unit`` up to ``reach``."""
+def _cell_bound(family: _Family, unit: float) -> CellBound:
+    """``log F`` in units of ``unit^2`` on cells of ``(|d|, |l_1|, |l_2|)``, leads in units of ``unit``."""
+    exact = not isinstance(family.const, np.ndarray)
 
-    def bound(lo: Array, hi: Array) -> Array:
-        (r0, a1, a2), (r1, b1, b2) = lo, hi
+    def bound(lo: Any, hi: Any) -> Array:
+        (r0, a1, a2), (r1, b1, b2) = (lift(lo), lift(hi)) if exact else (lo, hi)
         N1, N2 = family(r0, r1, b1, b2), family(r0, r1, b2, b1)
         total = _share(unit * a1) * np.maximum(N1, 0.0) + _share(unit * a2) * np.maximum(N2, 0.0)
         with np.errstate(divide="ignore"):
             value = np.log(total) + 2.0 * np.log(r1)
-        return np.where((N1 < 0) | (N2 < 0), -np.inf, value)
+        # a box that no pair of tokens is in
+        return np.where((upper(N1) < 0) | (upper(N2) < 0), -np.inf, upper(value))
 
+    return bound
+
+
+def _cover(unit: float, reach: float) -> tuple[Array, Array]:
+    """Boxes that hold every pair of tokens; no lead exceeds ``reach``."""
     scale = np.append(0.0, np.geomspace(min(0.25 / unit, 0.5 * reach), reach, 7))
-    return maximise(bound, *boxes(np.linspace(0.0, 2.0, 9), scale, scale), tol=tol, max_cells=_CELLS)
+    scale[-1] = reach
+    return boxes(np.linspace(0.0, 2.0, 9), scale, scale)
+
+
+def _maximum(family: _Family, unit: float, reach: float, tol: float) -> Maximum:
+    return maximise(_cell_bound(family, unit), *_cover(unit, reach), tol=tol, max_cells=_CELLS)
 
 
 def _reach(head: UnitHead, forms: _Forms) -> float:
     """No lead exceeds ``|g| |d|``."""
-    return 2.0 * (1.0 + 1e-12) * max(head.top, 1e-300) / forms.unit
+    return 2.0 * (1.0 + 1e-12) * max(top(head.top), 1e-300) / forms.unit
 
 
-@dual_function("pair")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    head, tol = stored_head(problem), number(problem, "tol", least=1e-6, most=1.0)
+@problem_function("pair")
+def _problem(statement: Statement) -> dict[str, Any]:
+    if statement.p != 2.0 or statement.n != 2:
+        raise ValueError(f"n and p must be 2 for pair, received n = {statement.n}, p = {statement.p:g}.")
+    return {"head": head_of(statement), "target": number(statement.options, "target", least=-math.inf)}
+
+
+@dual_function("pair", exact=True)
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    head: UnitHead = problem["head"]
     tau = multiplier(multipliers, "tau", multipliers["tau"].shape)
     if tau.ndim != 1 or tau.size == 0:
         raise ValueError(f"tau must be a vector, received shape {tau.shape}.")
@@ -139,13 +173,15 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     if max(float(np.abs(part).max()) for part in (nu, tau, w)) > _LARGEST:
         raise ValueError(f"multipliers must be at most {_LARGEST:g}, received larger ones; drop them from the family.")
     forms = _Forms(head)
-    found = _maximum(_Family(forms, nu, tau, w), forms.unit, _reach(head, forms), tol)
-    return _bound(found.value, head, forms.unit)
+    bound = _cell_bound(_Family(forms, nu, tau, w), forms.unit)
+    cover = _cover(forms.unit, _reach(head, forms))
+    log_F = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
+    return _bound(lift(log_F) if head.exact else log_F, head, forms.unit)
 
 
-def _bound(log_F: float, head: UnitHead, unit: float) -> float:
-    field = unit * math.exp(0.5 * log_F) if log_F > -math.inf else 0.0
-    return head.v * (math.sqrt(column_sum(2, head.kappa)) + field * (1.0 + _MARGIN)) * (1.0 + _MARGIN)
+def _bound(log_F: Any, head: UnitHead, unit: float) -> Any:
+    margin = 1.0 if head.exact else 1.0 + _MARGIN
+    return head.v * (np.sqrt(column_sum(2, head.kappa)) + unit * np.exp(0.5 * log_F) * margin) * margin
 
 
 def _cut(forms: _Forms, r: float, b1: float, b2: float, start: Array) -> tuple[Array, float, Array]:
@@ -199,10 +235,11 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
     """
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    head = unit_head(attention, domain)
+    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), 2, 2.0)
+    head = head_of(statement)
     source = "otattn/lipschitz/relaxations/pair.py, two tokens"
     if head.v == 0.0:
-        return Bound(0.0, "upper", source, domain=domain, n=2)
+        return trivial(statement)
     deep = effort == "deep"
     tol, cuts = (1e-2, 150) if deep else (4e-2, 50)
     forms = _Forms(head)
@@ -233,18 +270,17 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
         r, b1, b2 = (float(x) for x in found.hi)
         members += [_cut(forms, r, *one, starts[k % 5]) for one in ((b1, b2), (b2, b1))]
     family = _Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
-    problem = {k: getattr(head, k) for k in ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")}
     found = _maximum(family, forms.unit, reach, tol)
+    # gradients that vanish have no logarithm
+    target = max(found.value, -600.0)
     return certify(
         "pair",
-        problem=problem | {"tol": tol},
+        statement=replace(statement, options={"target": target}),
+        problem={"head": head, "target": target},
         multipliers={"nu": family.nu, "tau": family.tau, "w": family.w},
         source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
-        solver_value=_bound(found.seen, head, forms.unit),
-        domain=domain,
-        n=2,
+        solver_value=float(_bound(max(found.seen, -600.0), head, forms.unit)),
         details={"cells": found.cells, "members": len(members)},
-        proved=_bound(found.value, head, forms.unit),
     )

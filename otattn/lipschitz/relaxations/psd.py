@@ -70,33 +70,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import mid, norm_upper
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.relaxations._cells import Maximum, maximise
-from otattn.lipschitz.relaxations._problem import integer, number
+from otattn.lipschitz.intervals import lift, lower, upper
+from otattn.lipschitz.relaxations._cells import CellBound, Maximum, maximise, proved_below
+from otattn.lipschitz.relaxations._options import number, trivial
 from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.relaxations._psd_search import Plan, add_rows, choose, refine
-from otattn.lipschitz.relaxations.certificate import certify, dual_function, multiplier
-from otattn.lipschitz.relaxations.regions import UnitHead, unit_head
-from otattn.lipschitz.rounding import safe_exp
-from otattn.measures.domains import Domain
+from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function, multiplier, problem_function
+from otattn.lipschitz.relaxations.mean_field import least_stretch, psd_defect
+from otattn.lipschitz.relaxations.regions import UnitHead, head_of
+from otattn.lipschitz.rounding import least, product, top
+from otattn.measures.domains import Ball, Domain
 
 __all__ = ["psd"]
 
 Array = NDArray[np.float64]
 
-_MARGIN = 1e-6, 1e-13
-"""Added to the logarithm of the square, the second times ``a^2``: far above what the operations on boxes can lose."""
+_MARGIN = 5e-10, 1e-14
+"""Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""
 _OWN_CELLS = 1024
+_CELLS = 1_500_000
 _LARGEST = 1000.0
 """Beyond this ``||A|| R^2`` the masses of rows underflow; a row then sees nothing of its own token anyway."""
-_DEFECT = 1e-10
-"""Relative distance to the PSD matrices that is taken for rounding."""
 
 
 class _OwnTerm:
@@ -120,30 +123,45 @@ class _OwnTerm:
         return out
 
 
-def _prove(
-    columns: Columns, edges: Array, multipliers: Multipliers, *, tol: float, max_cells: int, floor: float = -math.inf
-) -> Maximum:
-    """The logarithm of ``(bound / v)^2``: maximum over all boxes."""
-    own, share, faint = _OwnTerm(columns), OwnShare(multipliers, columns.n), columns.faint()
+def _cell_bound(columns: Columns, edges: Array, multipliers: Multipliers) -> CellBound:
+    """The logarithm of ``(bound / v)^2`` on boxes."""
+    own, share = _OwnTerm(columns), OwnShare(multipliers, columns.n, exact=columns.exact)
+    faint = top(columns.faint())
+    wrap: Any = lift if columns.exact else np.asarray
 
     def bound(lo: Array, hi: Array) -> tuple[Array, Array]:
         cell = np.clip(np.searchsorted(edges, 0.5 * (lo[0] + hi[0])) - 1, 0, edges.size - 2)
         off, pull = columns.off(lo, hi, multipliers.at(cell))
-        seen = np.minimum(1.0, np.exp(lo[3]) / np.maximum(-np.expm1(lo[2]), 1e-300))
-        off = off + share(cell, seen)
+        seen = np.minimum(1.0, np.exp(wrap(lo[3])) / np.maximum(-np.expm1(wrap(lo[2])), 1e-300))
         alone = own(lo[0], hi[0])
-        total = np.logaddexp(off, np.log(alone + faint))
+        whole = wrap(off) + share(cell, np.asarray(lower(seen)))
+        off = np.asarray(upper(whole))
+        total = np.asarray(upper(np.logaddexp(whole, np.log(wrap(alone) + faint))))
         pull = pull * np.exp(np.minimum(off - total, 0.0))
         middle, wide = 0.5 * (lo[0] + hi[0]), hi[0] > lo[0]
         excess = 2 * alone - own(lo[0], middle) - own(middle, hi[0])
         pull[0] += np.where(wide, excess * np.exp(-np.minimum(total, 700.0)), 0.0)
         return np.where(off > -np.inf, total, -np.inf), pull
 
-    return maximise(bound, *columns.start(edges), tol=tol, max_cells=max_cells, floor=floor)
+    return bound
 
 
-@dual_function("psd")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+def _prove(columns: Columns, edges: Array, multipliers: Multipliers, *, tol: float, max_cells: int) -> Maximum:
+    """The maximum over all boxes."""
+    return maximise(_cell_bound(columns, edges, multipliers), *columns.start(edges), tol=tol, max_cells=max_cells)
+
+
+@problem_function("psd")
+def _problem(statement: Statement) -> dict[str, Any]:
+    if statement.p != 2.0:
+        raise ValueError(f"p must be 2 for psd, received {statement.p:g}.")
+    n = check.count(statement.n, "n", least=2)
+    return {"head": head_of(statement), "n": n, "target": number(statement.options, "target", least=-math.inf)}
+
+
+@dual_function("psd", exact=True)
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    head, n = problem["head"], problem["n"]
     t0, g, t1 = multiplier(multipliers, "split", (3,), sign=True).tolist()
     eta = float(multiplier(multipliers, "eta", (1,), sign=True)[0])
     tau = float(multiplier(multipliers, "tau", (1,), positive=True)[0])
@@ -155,46 +173,53 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
     if g < 1 or t1 <= 0 or (mu > 1).any():
         raise ValueError(f"g must be at least 1, t1 positive, mu in [0, 1], received {g}, {t1}, {mu.max()}.")
     own = Multipliers(mu, multiplier(multipliers, "sigma", cells), multiplier(multipliers, "xi", cells, positive=True))
-    a, v = number(problem, "a", most=_LARGEST), number(problem, "v")
-    # no head has less: u between the top vectors of V and of A has |V u| >= v / sqrt2 and |A u| >= a / sqrt2
-    b = number(problem, "b", least=0.5 * a * (1 - 1e-9))
-    stretch, defect = number(problem, "stretch", least=1.0, most=math.inf), number(problem, "defect")
-    target, tol, n = float(problem["target"]), float(problem["tol"]), integer(problem, "n", least=2)
-    columns = Columns(a, b, stretch, n, (t0, g, t1), eta, tau)
+    stretch, defect = _hypotheses(head)
+    columns = Columns(head.a, _field_share(head), stretch, n, (t0, g, t1), eta, tau)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
-    found = _prove(columns, edges, own, tol=tol, max_cells=integer(problem, "cells"), floor=target - tol)
-    return _bound(max(found.value, target), a, n, v, defect)
+    bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
+    log_square = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
+    return _bound(log_square, head, n, defect)
 
 
-def _bound(log_square: float, a: float, n: int, v: float, defect: float) -> float:
+def _bound(log_square: float, head: UnitHead, n: int, defect: float) -> Any:
     """The bound that a proved maximum gives, outward."""
-    whole = safe_exp(0.5 * (log_square + _MARGIN[0] + _MARGIN[1] * a**2))
-    return v * (whole + defect * ((4 + 7 * a) * math.sqrt(n) + 2 * a + 1))
+    a, log_value = head.a, lift(log_square) if head.exact else log_square
+    whole = np.exp(0.5 * (log_value + (0.0 if head.exact else _MARGIN[0] + _MARGIN[1] * a**2)))
+    return head.v * (whole + defect * (1 + 1e-12) * ((4 + 7 * a) * np.sqrt(lift(n) if head.exact else n) + 2 * a + 1))
 
 
-def _hypotheses(head: UnitHead) -> tuple[float, float]:
-    """Distance of A to the PSD matrices, and ``a`` over the least eigenvalue, both outward."""
+def _field_share(head: UnitHead) -> Any:
+    """``sup ||V C A|| / (||V|| tr C)``."""
+    # a subnormal product has lost its digits
+    if top(head.trace_sigma) <= 1e-290:
+        return head.a
+    return least(head.a, product(head.trace_sigma / head.v, 1 + 1e-14))
+
+
+def _hypotheses(head: UnitHead) -> tuple[Any, float]:
+    """``a`` over the least eigenvalue, and the distance of A to the PSD matrices, both outward."""
     if not head.centred:
         raise ValueError(
             "psd needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
-            f"{float(np.linalg.norm(head.c)):g} (the head's own, or A times the centre); use relaxations.joint, "
+            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre); use relaxations.joint, "
             "or a centred domain that contains yours."
         )
-    if head.a > _LARGEST:
+    if top(head.a) > _LARGEST:
         raise ValueError(
-            f"||A|| R^2 must be at most {_LARGEST:g} for psd, received {head.a:g}; use relaxations.joint, which is sharper there."
+            f"||A|| R^2 must be at most {_LARGEST:g} for psd, received {top(head.a):g}; use relaxations.joint, which is sharper "
+            "there."
         )
-    A, d = head.A, len(head.A)
-    skew = float(np.linalg.norm(A - A.T)) / 2
-    low = float(np.linalg.eigvalsh(0.5 * (A + A.T))[0])
-    noise = 16 * d * float(np.finfo(np.float64).eps) * head.a
-    if skew > _DEFECT * head.a or low < -_DEFECT * head.a - noise:
+    defect = psd_defect(head)
+    if not math.isfinite(defect):
+        A = mid(head.A)
         raise ValueError(
-            f"the form A must be symmetric positive semidefinite for psd, received a skew part of norm {skew:g} and "
-            f"a least eigenvalue {low:g} (times R^2); use relaxations.joint for other forms."
+            "the form A must be symmetric positive semidefinite for psd, received a skew part of norm "
+            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2); "
+            "use relaxations.joint for other forms."
         )
-    least = low - noise
-    return skew + max(0.0, -low) + noise, head.a / least if least > 1e-12 * head.a else math.inf
+    # singular values of A are within the defect of those of the PSD matrix
+    low = (least_stretch(head) - defect) * (1 - 1e-12)
+    return (head.a / low if low > 1e-12 * top(head.a) else math.inf), defect
 
 
 def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep") -> Bound:
@@ -240,25 +265,23 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     count = check.count(n, "n", least=2)
-    head = unit_head(attention, domain)
+    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), count, 2.0)
+    head = head_of(statement)
     source = "otattn/lipschitz/relaxations/psd.py, T19"
     if head.v == 0.0 or (head.a == 0.0 and head.centred):
         # A = 0: the mean of the tokens, n times over
-        return Bound(head.v, "upper", source, domain=domain, n=count)
-    defect, stretch = _hypotheses(head)
+        return trivial(statement)
+    stretch, defect = _hypotheses(head)
     deep = effort == "deep"
-    # a subnormal product has lost its digits
-    b = min(head.a, head.trace_sigma / head.v * (1 + 1e-14)) if head.trace_sigma > 1e-290 else head.a
-    base = Columns(head.a, b, stretch, count, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
+    base = Columns(head.a, _field_share(head), stretch, count, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
     plan = choose(base, deep=deep)
-    tol, cells = (5e-3, 1_500_000) if deep else (2e-2, 300_000)
+    tol, cells = (5e-3, _CELLS) if deep else (2e-2, _CELLS // 5)
     plan, found = _polish(plan, rounds=8 if deep else 2, tol=4 * tol, max_cells=cells // 3)
     found = _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=cells)
     columns, sought = plan.columns, plan.multipliers
-    problem = {"a": head.a, "b": b, "stretch": stretch, "n": count, "v": head.v, "defect": defect}
     return certify(
         "psd",
-        problem=problem | {"target": found.value, "tol": tol, "cells": cells},
+        statement=replace(statement, options={"target": found.value}),
         multipliers={
             "split": np.array(columns.split),
             "eta": np.array([columns.eta]),
@@ -271,11 +294,10 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
         source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
-        solver_value=head.v * safe_exp(0.5 * found.seen),
-        domain=domain,
-        n=count,
+        solver_value=float(_bound(found.seen, head, count, 0.0)),
         details={"sigma": head.trace_sigma, "cells": found.cells, "radius_at_worst": float(found.hi[0])},
-        proved=_bound(found.value, head.a, count, head.v, defect),
+        # the maximum has just been proved: what a recheck raises it by is added
+        proved=float(_bound(found.value + 1e-11, head, count, defect)),
     )
 
 

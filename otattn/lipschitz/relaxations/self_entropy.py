@@ -34,11 +34,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import lambertw
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm
-from otattn.lipschitz.relaxations._heads import SoftmaxHead, check_domain, enclosing_round, softmax_head
+from otattn._linalg import mid, norm_upper, product_error, spectral_norm
+from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.intervals import is_interval, lift
+from otattn.lipschitz.regions import Region, see
+from otattn.lipschitz.relaxations._heads import check_domain, enclosing_round, softmax_head
 from otattn.lipschitz.relaxations._quadratic import (
     EPS,
     box_sdp_constraint,
@@ -47,8 +49,19 @@ from otattn.lipschitz.relaxations._quadratic import (
     triangular,
 )
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.relaxations.certificate import Certificate, certify, dual_function, multiplier
-from otattn.measures import Box, Domain
+from otattn.lipschitz.relaxations.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
+from otattn.lipschitz.relaxations.regions import entropy_gap
+from otattn.lipschitz.rounding import LEAST, least
+from otattn.lipschitz.row_constants import row_constant as phi
+from otattn.lipschitz.setting import softmax_form
+from otattn.measures import Ball, Box, Domain
 
 __all__ = ["row_constant", "self_entropy"]
 
@@ -121,48 +134,47 @@ def row_constant(
     return _certificate("row_constant", attention, domain, n, solver, max_iter)
 
 
-@dual_function("self_entropy")
-def _entropy_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    return float(problem["scale"] * _normalised_dual(problem, multipliers))
-
-
-@dual_function("row_constant")
-def _row_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
-    W = _entropy_dual(problem, multipliers)
-    return min(_phi(problem["logit_bound"]), float(np.sqrt(1.0 + W)), 1.0 + float(np.sqrt(W / 2.0)))
-
-
-def _normalised_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+@dual_function("self_entropy", exact=True, quantity="self_entropy")
+def _entropy_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     nu = float(multiplier(multipliers, "nu", (1,), sign=True)[0])
+    if problem["unit"] == 0.0:
+        return 0.0
     diagonal = multiplier(multipliers, "diagonal", problem["c"].shape) if problem["box"] else None
-    return max(0.0, _dual_value(problem, nu, diagonal) + problem["slack"])
+    unit = lift(problem["unit"]) if isinstance(problem["G"], BallMatrix) else problem["unit"]
+    value = np.square(unit) * np.maximum(0.0, _dual_value(problem, nu, diagonal) + problem["slack"])
+    return value if is_interval(value) else max(float(value), LEAST)  # it may underflow, and is not 0
 
 
-def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -> float:
+@dual_function("row_constant", exact=True, quantity="row")
+def _row_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    W = _entropy_dual(problem, multipliers)
+    return least(phi(problem["logits"]), np.sqrt(1.0 + W), 1.0 + np.sqrt(W / 2.0))
+
+
+def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -> Any:
     G, c, S, h, tau = (problem[key] for key in ("G", "c", "S", "h", "tau"))
-    constant = nu**2 + (2.0 * nu * tau if nu > 0 else 0.0) + problem["constant"]
-    return float(constant + quadratic_sup(G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h), diagonal))
+    number: Any = lift(nu) if isinstance(G, BallMatrix) else nu
+    constant = number * number + (2.0 * number * tau if nu > 0 else 0.0) + problem["constant"]
+    return constant + quadratic_sup(G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h), diagonal)
 
 
 def _certificate(
     name: str, attention: Any, domain: Domain, n: int, solver: str | None, max_iter: int | None
 ) -> Certificate:
-    head = softmax_head(attention, name)
-    check_domain(domain, head.d)
+    check_domain(domain, softmax_head(attention, name).d)
     tokens = check.count(n, "n")
-    tau = float(lambertw((tokens - 1) / np.e).real) * (1.0 + 8 * EPS)
-    problem, radius = _normalised_problem(head, domain, tau)
+    statement = Statement(attention, domain, tokens, 2.0)
+    problem = _row_problem(statement) if name == "row_constant" else _entropy_problem(statement)
     nu, diagonal, proposal = 0.0, np.zeros(len(problem["c"])), Proposal("none", "zero map", 0.0)
-    if problem["scale"] > 0:
+    if problem["unit"] > 0:
         if problem["box"] or solver is not None:
             nu, diagonal, proposal = _sdp(problem, solver or "CLARABEL", max_iter)
         else:
-            nu, proposal = scalar_search(lambda t: _dual_value(problem, t, None), 0.0, 1.0, max_iter=max_iter)
-    if name == "row_constant":
-        problem["logit_bound"] = radius * domain.max_affine_norm(head.A, head.c)
-    value = proposal.value * problem["scale"]
+            nu, proposal = scalar_search(lambda t: float(_dual_value(problem, t, None)), 0.0, 1.0, max_iter=max_iter)
+    value = proposal.value * problem["unit"] ** 2
     return certify(
         name,
+        statement=statement,
         problem=problem,
         multipliers={"nu": [nu], "diagonal": diagonal} if problem["box"] else {"nu": [nu]},
         source={
@@ -172,46 +184,64 @@ def _certificate(
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=value if name == "self_entropy" else float("nan"),
-        domain=domain,
-        n=tokens,
-        details={"tau": tau, "radius": radius},
+        details={"tau": entropy_gap(tokens), "radius": problem["radius"]},
     )
 
 
-def _normalised_problem(head: SoftmaxHead, domain: Domain, tau: float) -> tuple[dict[str, Any], float]:
-    """``radius |g(z)|`` as ``|G z + g0|``, ``<h(z), z>`` as ``z^T S z + h^T z``, scaled to one; the radius."""
-    box = isinstance(domain, Box)
-    if isinstance(domain, Box):
-        r = domain.half_widths
-        radius = float(np.linalg.norm(r)) * (1.0 + 4 * len(r) * EPS)
-        E, center = np.diag(r)[:, r > 0] if (r > 0).any() else np.diag(r)[:, :1], domain.center
-    else:
-        around = enclosing_round(domain, head.d)
-        E, center, radius = around.E, around.center, around.radius
-    G, g0 = radius * head.A @ E, radius * (head.A @ center + head.c)
-    S, h = E.T @ head.A @ E, E.T @ (head.A @ center + head.c)
-    # units: at first Frobenius norms, then, once on the span, what bounds both forms by one
-    unit = float(np.linalg.norm(G) + np.linalg.norm(g0))
-    unit = unit if unit > 0 else 1.0
+@problem_function("row_constant")
+def _row_problem(statement: Statement) -> dict[str, Any]:
+    form = softmax_form(statement.attention, exact=statement.exact, ball=isinstance(statement.domain, Ball))
+    return {**_entropy_problem(statement), "logits": see(form, statement.domain).t_ball}
+
+
+@problem_function("self_entropy")
+def _entropy_problem(statement: Statement) -> dict[str, Any]:
+    """``radius |g(z)|`` as ``|G z + g0|``, ``<h(z), z>`` as ``z^T S z + h^T z``, in units that bound both by one."""
+    exact, domain = statement.exact, statement.domain
+    head = softmax_head(statement.attention, "self_entropy", exact=exact)
+    around = _box_round(domain) if isinstance(domain, Box) else enclosing_round(domain, head.d, exact=exact)
+    E, center, radius = around
+    E = BallMatrix.exact(E) if exact else E
+    shifted, left = head.A @ center + head.c, E.T @ head.A
+    G, g0 = (head.A @ E) * radius, shifted * radius
+    S, h = left @ E, E.T @ shifted
+    # |z| may reach radius / min(r) in a box, but |E z| stays below the radius
+    unit = spectral_norm(mid(G if not isinstance(domain, Box) else head.A * radius * radius)) + float(
+        np.linalg.norm(mid(g0))
+    )
+    tau = entropy_gap(check.count(statement.n, "n"))
+    data: dict[str, Any] = {"box": isinstance(domain, Box), "radius": radius}
+    if unit == 0.0 and not G.any() and not g0.any():
+        return {**data, "G": G, "c": h, "S": S, "h": h, "constant": 0.0, "tau": 0.0, "unit": 0.0, "slack": 0.0}
+    unit = max(unit, 1e-290)
     G, g0, S, h = G / unit, g0 / unit, (S + S.T) / (2.0 * unit), h / unit
     c, slack = G.T @ g0, 0.0
-    if box:
-        # |z| may reach radius / min(r), but |E z| stays below the radius
-        top = radius * (radius * spectral_norm(head.A) + float(np.linalg.norm(head.A @ center + head.c))) / unit
-    else:
-        basis, slack = row_span(G, S, h[None], c[None])
-        if basis is not None:
-            G, S, h, c = G @ basis, basis.T @ S @ basis, basis.T @ h, basis.T @ c
-        G = triangular(G)
-        top = spectral_norm(G) + float(np.linalg.norm(g0))
-    scale = (unit * top) ** 2
-    if scale == 0:
-        top, tau = 1.0, 0.0
-    G, g0, S, h, c, t = G / top, g0 / top, S / top, h / top, c / top**2, tau / (unit * top)
-    slack *= 16.0 / top
-    slack = (slack + 64.0 * (len(c) + head.d) * EPS) if scale > 0 else 0.0
-    data = {"G": G, "c": c, "S": S, "h": h, "constant": float(g0 @ g0), "tau": t}
-    return {**data, "scale": scale, "slack": slack, "box": box}, radius
+    share: Any = (lift(tau) if exact else tau) / unit
+    if not exact:
+        # |g| and <h, z> are at most one: errors of both enter the square about twice
+        rounded = product_error(head.A, E) * radius + product_error(left, E) + product_error(E.T, head.A) * radius
+        rounded += (
+            2.0 * radius * (product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c)))
+        )
+        rounded += 2.0 * radius * head.error * (radius + float(norm_upper(center)))
+        slack = 16.0 * rounded / unit + 64.0 * (len(c) + head.d) * EPS
+        if not data["box"]:
+            basis, missed = row_span(G, S, h[None], c[None])
+            slack += 16.0 * missed
+            if basis is not None:
+                G, S, h, c = G @ basis, basis.T @ S @ basis, basis.T @ h, basis.T @ c
+            G = triangular(G)
+    return {**data, "G": G, "c": c, "S": S, "h": h, "constant": g0 @ g0, "tau": share, "unit": unit, "slack": slack}
+
+
+def _box_round(domain: Box) -> tuple[Array, Array, float]:
+    """The sides of a box as columns, its centre, and its radius."""
+    region = Region.of(domain)
+    r = region.reach
+    assert r is not None
+    assert region.center is not None
+    E = np.diag(r)[:, r > 0] if (r > 0).any() else np.diag(r)[:, :1]
+    return E, region.center, float(region.radius)
 
 
 def _sdp(problem: Mapping[str, Any], solver: str, max_iter: int | None) -> tuple[float, Array, Proposal]:
@@ -227,8 +257,3 @@ def _sdp(problem: Mapping[str, Any], solver: str, max_iter: int | None) -> tuple
     proposal = cvxpy_solve(cp.Problem(cp.Minimize(objective), [constraint]), solver, max_iter)
     # the solver may leave the sign of nu to rounding
     return max(0.0, scalar_value(nu)), np.broadcast_to(np.asarray(diagonal.value), k).astype(float), proposal
-
-
-def _phi(t: float) -> float:
-    """The row constant of T3: 1 up to t = 1/2, then ``sqrt(t^2/2 + 3/4 + 1/(32 t^2))``."""
-    return 1.0 if t <= 0.5 else float(np.sqrt(0.5 * t**2 + 0.75 + 1.0 / (32.0 * t**2)))

@@ -14,7 +14,7 @@ from otattn.lipschitz.lower import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import pair
 from otattn.lipschitz.relaxations.pair import _Family, _Forms, _maximum, _reach
 from otattn.lipschitz.relaxations.regions import unit_head
-from otattn.measures import Box, PointSet
+from otattn.measures import Ball, Box, PointSet
 
 KINDS = ("skew", "negative", "generic", "rank one", "nilpotent", "psd", "jordan", "zero")
 
@@ -240,21 +240,23 @@ def test_huge_and_odd_multipliers_are_refused_or_harmless(negative):
     assert not replace(bound, multipliers={"nu": one["nu"], "w": one["w"]}).verify()
 
 
-def test_an_altered_problem_is_refused(negative):
+def test_an_altered_statement_is_refused(negative):
     bound = negative
-    for key, value in (
-        ("tol", 0.0),
-        ("tol", 2.0),
-        ("A", -18.0 * np.eye(2)),
-        ("A", -9.0 * np.eye(3)),
-        ("A", np.full((2, 2), np.nan)),
-        ("c", np.ones(3)),
-        ("c", np.full(2, np.inf)),
-        ("a", np.nan),
-        ("top", np.nan),
-        ("top", 1e300),
-        ("v", np.inf),
-        ("kappa", -1.0),
-        ("kappa", np.nan),
+    for change in (
+        {"attention": SoftmaxAttention(-18.0 * np.eye(2), np.eye(2))},
+        {"attention": SoftmaxAttention(-9.0 * np.eye(3), np.eye(3))},
+        {"attention": SoftmaxAttention(-9.0 * np.eye(2), 2.0 * np.eye(2))},
+        {"attention": None},
+        {"n": 3},
+        {"n": None},
+        {"p": 1.0},
+        {"domain": Ball(1.5)},
+        {"domain": None},
+        {"quantity": "field"},
+        {"kind": "lower"},
+        {"options": {}},
+        {"options": {"target": bound.options["target"] - 1.0}, "value": 0.7 * bound.value},
+        {"options": {"target": np.nan}},
+        {"options": {"target": bound.options["target"] + 1.0}},
     ):
-        assert not replace(bound, problem={**bound.problem, key: value}).verify(), key
+        assert not replace(bound, **change).verify(), change

@@ -1,12 +1,31 @@
 """Multi-head: above the true operator norm, below the plain sum, optimal in s, robust."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize
 
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.bounds import row_bound
 from otattn.lipschitz.relaxations import multihead
+from otattn.lipschitz.relaxations.heads import head_with_values
+from otattn.lipschitz.upper import lipschitz_upper_bound
+from otattn.measures import Ball
+
+
+def claimed(whole, values):
+    """Upper bounds of the heads with identity values, as somebody may claim them."""
+    return [
+        Bound(float(c), "upper", "claimed", domain=Ball(9.0), n=5, attention=head_with_values(whole, h, None))
+        for h, c in enumerate(values)
+    ]
+
+
+def combined(whole, values):
+    return multihead(whole, claimed(whole, values)).value
 
 
 def attention(rng, H=3, d=4, e=2, D=4):
@@ -27,10 +46,21 @@ def test_above_the_jacobian_of_the_sum_given_those_of_the_heads(seed):
     for masked in (False, True):
         wrap = MaskedAttention if masked else lambda a: a
         c = [np.linalg.norm(wrap(bare(h, 4)).jacobian(X).to_dense(), 2) for h in whole.heads]
-        bound = multihead(wrap(whole), c)
+        bound = multihead(wrap(whole), claimed(wrap(whole), c))
         assert np.linalg.norm(wrap(whole).jacobian(X).to_dense(), 2) <= bound.value
         assert bound.value <= bound.details["sum"] * (1 + 1e-9)
+        assert not bound.verify()  # the values at X bound nothing on the ball
+        proved = [row_bound(head_with_values(wrap(whole), h, None), radius=9.0, n=5) for h in range(3)]
+        bound = multihead(wrap(whole), proved)
         assert bound.verify()
+        assert not replace(bound, options={"heads": tuple(claimed(wrap(whole), c))}).verify()
+        low = tuple(replace(b, value=0.5 * b.value) for b in proved)
+        assert not replace(bound, options={"heads": low}, value=0.5 * bound.value).verify()
+        own = [row_bound(wrap(h), radius=9.0, n=5) for h in whole.heads]
+        assert multihead(wrap(whole), own).verify()
+        assert np.linalg.norm(wrap(whole).jacobian(X).to_dense(), 2) <= multihead(wrap(whole), own).value
+        with pytest.raises(ValueError, match="fit neither"):
+            multihead(wrap(whole), [*own[:2], proved[2]])
 
 
 @pytest.mark.parametrize("H", [1, 2, 5])
@@ -50,7 +80,7 @@ def test_optimal_in_s(H):
         minimize(value, rng.standard_normal(H), method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-11}).fun
         for _ in range(3)
     )
-    bound = multihead(whole, c)
+    bound = multihead(whole, claimed(whole, c))
     assert bound.value <= found * (1 + 1e-6)
     assert bound.value >= bound.solver_value * (1 - 1e-6)
 
@@ -58,20 +88,29 @@ def test_optimal_in_s(H):
 def test_known_combinations():
     eye = np.eye(2)
     one = SoftmaxAttention(eye, eye)
-    assert multihead(MultiHeadAttention([one, one]), [1.0, 2.0]).value == pytest.approx(3.0, rel=1e-6)
-    assert multihead(MultiHeadAttention([one]), [2.5]).value == pytest.approx(2.5, rel=1e-8)
+    assert combined(MultiHeadAttention([one, one]), [1.0, 2.0]) == pytest.approx(3.0, rel=1e-6)
+    assert combined(MultiHeadAttention([one]), [2.5]) == pytest.approx(2.5, rel=1e-8)
     heads = [SoftmaxAttention(eye, np.diag(v)) for v in ([1.0, 0.0], [0.0, 1.0])]
-    assert multihead(MultiHeadAttention(heads), [3.0, 4.0]).value == pytest.approx(5.0, rel=1e-6)
+    assert combined(MultiHeadAttention(heads), [3.0, 4.0]) == pytest.approx(5.0, rel=1e-6)
+
+
+def test_values_count_once():
+    """One head of value 1/2 and form 0 has the constant 1/2, whatever its bound is a bound of."""
+    head = SoftmaxAttention([[0.0]], [[0.5]])
+    whole = MultiHeadAttention([head])
+    for bounds in ([row_bound(head, radius=1.0, n=2)], [row_bound(head_with_values(whole, 0, None), radius=1.0, n=2)]):
+        assert multihead(whole, bounds).value == pytest.approx(math.sqrt(2) / 2, rel=1e-9)
+    assert lipschitz_upper_bound(whole, radius=1.0, n=2).value == pytest.approx(0.5, rel=1e-9)
 
 
 @pytest.mark.parametrize("factor", [1e-12, 1e6])
 def test_scaling(factor):
     rng = np.random.default_rng(7)
     whole = attention(rng)
-    plain = multihead(whole, [1.0, 2.0, 3.0]).value
+    plain = combined(whole, [1.0, 2.0, 3.0])
     scaled = MultiHeadAttention(whole.heads, [factor * W for W in whole.outputs])
-    assert multihead(scaled, [1.0, 2.0, 3.0]).value == pytest.approx(factor * plain, rel=1e-6)
-    assert multihead(scaled, np.array([1.0, 2.0, 3.0]) / factor).value == pytest.approx(plain, rel=1e-6)
+    assert combined(scaled, [1.0, 2.0, 3.0]) == pytest.approx(factor * plain, rel=1e-6)
+    assert combined(scaled, np.array([1.0, 2.0, 3.0]) / factor) == pytest.approx(plain, rel=1e-6)
 
 
 def test_silent_heads_do_not_count():
@@ -79,25 +118,31 @@ def test_silent_heads_do_not_count():
     whole = attention(rng)
     mute = MultiHeadAttention(whole.heads, [whole.outputs[0], np.zeros((4, 2)), whole.outputs[2]])
     alone = MultiHeadAttention([whole.heads[0], whole.heads[2]], [whole.outputs[0], whole.outputs[2]])
-    assert multihead(mute, [1.0, 5.0, 2.0]).value == pytest.approx(multihead(alone, [1.0, 2.0]).value, rel=1e-6)
-    assert multihead(mute, [0.0, 5.0, 0.0]).value == 0.0
-    assert multihead(whole, [0.0, 0.0, 0.0]).verify()
+    assert combined(mute, [1.0, 5.0, 2.0]) == pytest.approx(combined(alone, [1.0, 2.0]), rel=1e-6)
+    assert combined(mute, [0.0, 5.0, 0.0]) == 0.0
+    assert combined(whole, [0.0, 0.0, 0.0]) == 0.0
 
 
 def test_bounds_are_checked():
     rng = np.random.default_rng(9)
     whole = attention(rng, H=2)
-    good = [Bound(1.0, "upper", "t", n=4), Bound(2.0, "upper", "t", n=4)]
-    assert multihead(whole, good).n == 4
+    good = claimed(whole, [1.0, 2.0])
+    assert multihead(whole, good).n == 5
     for wrong, message in (
-        ([1.0], "one bound a head"),
-        ([1.0, float("inf")], "finite"),
-        ([1.0, -1.0], "non-negative"),
-        ([Bound(1.0, "lower", "t"), 1.0], "upper bound"),
-        ([Bound(1.0, "upper", "t", p=1.0), 1.0], "order 2"),
-        ([good[0], Bound(1.0, "upper", "t", n=5)], "one number of tokens"),
+        (good[:1], "one bound a head"),
+        ([1.0, good[1]], "must be Bounds"),
+        (claimed(whole, [1.0, np.inf]), "finite"),
+        ([replace(good[0], kind="lower"), good[1]], "lower bound"),
+        ([replace(good[0], p=1.0), good[1]], "p = 1"),
+        ([good[0], replace(good[1], n=6)], "n = 6"),
+        ([good[0], replace(good[1], domain=Ball(8.0))], "radius 8"),
+        ([good[1], good[0]], "another attention map"),
+        ([replace(good[0], attention=whole.heads[0]), good[1]], "another attention map"),
     ):
         with pytest.raises(ValueError, match=message):
             multihead(whole, wrong)
+    any_measure = [replace(b, n=None) for b in good]
+    assert multihead(whole, any_measure).n is None
+    assert multihead(whole, [any_measure[0], good[1]]).n == 5
     with pytest.raises(TypeError, match="MultiHeadAttention"):
-        multihead(whole.heads[0], [1.0])
+        multihead(whole.heads[0], good)

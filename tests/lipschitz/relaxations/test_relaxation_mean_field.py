@@ -15,10 +15,10 @@ from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
 from otattn.lipschitz.relaxations.mean_field import (
     _Barycentre,
     _gain,
-    _least_stretch,
     _m4_bound,
     _second_moment,
     _weight,
+    least_stretch,
     mean_field,
 )
 from otattn.lipschitz.relaxations.regions import SelfLogit, unit_head
@@ -93,7 +93,7 @@ def test_cells_dominate_their_points(name):
     rng = np.random.default_rng(1)
     A, V = FORMS[name]
     head = unit_head(SoftmaxAttention(6.0 * A, V), 1.0)
-    field = _Barycentre(head, SelfLogit.default(head), _least_stretch(head.A, head.a))
+    field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
     for bound in (field.m3(0.0, 1.0), field.m3(0.6, 0.4), _m4_bound(6.0, 6.0, 0.3)):
         lo = 0.9 * rng.random((2, 200))
         hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
@@ -109,7 +109,7 @@ def test_the_exponent_bounds_every_barycentre(name):
     rng = np.random.default_rng(2)
     A, V = FORMS[name]
     head = unit_head(SoftmaxAttention(5.0 * A, V), 1.0)
-    field = _Barycentre(head, SelfLogit.default(head), _least_stretch(head.A, head.a))
+    field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
     x = rng.normal(size=(4000, len(A)))
     x *= rng.random((4000, 1)) ** (1 / len(A)) / np.linalg.norm(x, axis=1, keepdims=True)
     g = x @ head.A.T

@@ -1,0 +1,168 @@
+"""One ordinary bound of each theorem and relaxation, by name: what the tests of proofs and of tampering run over."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from otattn import bounds
+from otattn.attention import (
+    ExponentialAttention,
+    L2Attention,
+    LinearAttention,
+    MaskedAttention,
+    MultiHeadAttention,
+    ReLUAttention,
+    RotaryAttention,
+    SigmoidAttention,
+    SoftmaxAttention,
+)
+from otattn.lipschitz import relaxations
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.relaxations.heads import head_with_values
+from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
+
+rng = np.random.default_rng(11)
+A, V = 0.6 * rng.standard_normal((3, 3)), rng.standard_normal((2, 3))
+Q, K = rng.standard_normal((2, 1, 6))
+SHAPE = np.array([[0.9, 0.2, 0.0], [0.0, 0.5, 0.1], [0.1, 0.0, 0.7]])
+DOMAINS = {
+    "ball": Ball(0.9),
+    "ellipsoid": Ellipsoid(SHAPE, [0.3, -0.1, 0.2]),
+    "layer_norm": LayerNormDomain([0.5, 0.8, 0.3]),
+    "box": Box([-0.7, -0.2, 0.1], [0.4, 0.9, 0.8]),
+    "points": PointSet([[0.3, 0.2, -0.5], [-0.6, 0.1, 0.4], [0.2, -0.7, 0.1], [0.0, 0.5, 0.6]]),
+}
+SOFTMAX = SoftmaxAttention(A, V)
+BIASED = SoftmaxAttention(A, V, bias=[0.2, -0.4, 0.1])
+FACTORED = SoftmaxAttention.from_qkv(Q, K, rng.standard_normal((1, 6)), query_bias=[0.3])
+IDENTITY = SoftmaxAttention.from_qkv(Q, K, np.eye(6))
+L2 = L2Attention(0.5 * A, 0.4 * A.T + 0.1 * np.eye(3), V)
+TIED = L2Attention(0.5 * A, 0.5 * A, 0.3 * A)
+ROTARY = RotaryAttention(0.4 * A[:2], 0.3 * A[1:], V, query_bias=[0.1, 0.2])
+HEADS = MultiHeadAttention([SOFTMAX, SoftmaxAttention(A.T, V)], [rng.standard_normal((2, 2)) for _ in range(2)])
+SEVERAL = MultiHeadAttention([SOFTMAX, L2], [rng.standard_normal((3, 2)) for _ in range(2)])
+PSD = SoftmaxAttention(np.diag([1.5, 1.0, 1.2]), V)
+UNNORMALISED = {
+    "linear": LinearAttention(A, V),
+    "relu": ReLUAttention(A, V),
+    "sigmoid": SigmoidAttention(A, V),
+    "exponential": ExponentialAttention(A, V),
+}
+Maker = Callable[[], Bound]
+
+
+def closed_forms() -> dict[str, Maker]:
+    """Every closed form on every domain that it takes, for n tokens and any measure, and several orders."""
+    out: dict[str, Maker] = {}
+
+    def add(name: str, function: Callable[..., Bound], *args: object, **kwargs: object) -> None:
+        out[name] = functools.partial(function, *args, **kwargs)
+
+    for place, domain in DOMAINS.items():
+        for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
+            at = f"{name}-{place}"
+            masked = MaskedAttention(head)
+            add(f"field_bound-{at}", bounds.field_bound, head, domain=domain)
+            for n in (None, 5):
+                add(f"column_sum-{at}-{n}", bounds.column_sum, head, domain=domain, n=n)
+                for p in (1.0, 1.5, 2.0, 3.0, math.inf):
+                    add(f"column_bound-{at}-{n}-{p}", bounds.column_bound, head, domain=domain, n=n, p=p)
+                for p in (2.0, 3.0, math.inf):
+                    add(f"density_bound-{at}-{n}-{p}", bounds.density_bound, head, domain=domain, n=n, p=p)
+            for n in (1, 2, 7):
+                add(f"row_bound-{at}-{n}", bounds.row_bound, head, domain=domain, n=n)
+            for n in (3, 200):
+                add(f"masked_row_bound-{at}-{n}", bounds.masked_row_bound, masked, domain=domain, n=n)
+                for p in (1.0, 1.5, 2.0, math.inf):
+                    add(
+                        f"masked_column_bound-{at}-{n}-{p}", bounds.masked_column_bound, masked, domain=domain, n=n, p=p
+                    )
+            for p in (1.5, 2.0, 4.0):
+                add(f"masked_average_bound-{at}-{p}", bounds.masked_average_bound, masked, domain=domain, p=p)
+        for n in (1, 4):
+            add(f"l2_row_bound-{place}-{n}", bounds.l2_row_bound, L2, domain=domain, n=n)
+            add(f"l2_column_bound-masked-{place}-{n}", bounds.l2_column_bound, MaskedAttention(L2), domain=domain, n=n)
+            add(f"rotary_row_bound-{place}-{n}", bounds.rotary_row_bound, ROTARY, domain=domain, n=n)
+        for n, p in ((None, 1.0), (None, 2.0), (4, 3.0), (None, math.inf)):
+            add(f"l2_column_bound-{place}-{n}-{p}", bounds.l2_column_bound, L2, domain=domain, n=n, p=p)
+            for name, head in (("two", HEADS), ("mixed", SEVERAL)):
+                add(f"multi_head_bound-{name}-{place}-{n}-{p}", bounds.multi_head_bound, head, domain=domain, n=n, p=p)
+        for name, head in UNNORMALISED.items():
+            add(f"pointwise_bound-{name}-{place}", bounds.pointwise_bound, head, domain=domain, p=2.0)
+    for n in (1, 6):
+        for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
+            add(f"castin2024_discrete-{name}-{n}", bounds.castin2024_discrete, head, radius=0.8, n=n)
+            add(f"castin2024_masked-{name}-{n}", bounds.castin2024_masked, MaskedAttention(head), radius=0.8, n=n)
+            add(f"geshkovski2024_mean_field-{name}-{n}", bounds.geshkovski2024_mean_field, head, radius=0.8)
+        for name, head in (("factored", FACTORED), ("identity", IDENTITY)):
+            add(f"row_bound-{name}-ball-{n}", bounds.row_bound, head, radius=0.8, n=n)
+            add(f"row_bound-{name}-box-{n}", bounds.row_bound, head, domain=Box([-1.0] * 6, [0.5] * 6), n=n)
+            add(
+                f"column_bound-{name}-ellipsoid-{n}", bounds.column_bound, head, n=n, domain=Ellipsoid(np.eye(6)[:, :4])
+            )
+    return out
+
+
+def relaxed() -> dict[str, Maker]:
+    """Every relaxation on the domains that it takes."""
+    out: dict[str, Maker] = {}
+    for place, domain in DOMAINS.items():
+        for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
+            out[f"field_jacobian-{name}-{place}"] = functools.partial(relaxations.field_jacobian, head, domain)
+            out[f"kappa-{name}-{place}"] = functools.partial(relaxations.kappa, head, domain)
+            for n in (1, 5):
+                out[f"self_entropy-{name}-{place}-{n}"] = functools.partial(relaxations.self_entropy, head, domain, n)
+                out[f"row_constant-{name}-{place}-{n}"] = functools.partial(relaxations.row_constant, head, domain, n)
+    flat = SoftmaxAttention(A[:2, :2], V[:, :2])
+    out["field_jacobian-plane"] = functools.partial(relaxations.field_jacobian, flat, Box([-1.0, 0.2], [0.5, 0.9]))
+    out["field_jacobian-sdp"] = functools.partial(
+        relaxations.field_jacobian, SOFTMAX, DOMAINS["box"], solver="CLARABEL"
+    )
+    out["interval_simplex"] = functools.partial(
+        relaxations.interval_simplex, DOMAINS["points"].points, [0.1, 0.0, 0.2, 0.05], [0.6, 0.5, 0.9, 0.3]
+    )
+    for values in ("identity", "own"):
+        out[f"multihead-{values}"] = functools.partial(combined, values)
+    return out
+
+
+def combined(values: str) -> Bound:
+    """The multi-head relaxation from closed forms of its heads."""
+    heads = [head_with_values(HEADS, h, None) if values == "identity" else HEADS.heads[h] for h in (0, 1)]
+    return relaxations.multihead(HEADS, [bounds.column_bound(head, radius=0.8, n=4) for head in heads])
+
+
+def searched() -> dict[str, Maker]:
+    """The relaxations by branch and bound: seconds each."""
+    out: dict[str, Maker] = {
+        "psd": lambda: relaxations.psd(PSD, 1.0, n=3, effort="fast"),
+        "mean_field-psd": lambda: relaxations.mean_field(PSD, 1.0),
+    }
+    for name, head, domain in (
+        ("plain", SOFTMAX, DOMAINS["ball"]),
+        ("biased", BIASED, DOMAINS["ellipsoid"]),
+        ("plain", SOFTMAX, DOMAINS["points"]),
+    ):
+        place = type(domain).__name__
+        out[f"joint-{name}-{place}"] = functools.partial(relaxations.joint, head, domain, 4)
+        out[f"pair-{name}-{place}"] = functools.partial(relaxations.pair, head, domain)
+        for p in (1.0, 2.0, 4.0, math.inf):
+            out[f"mean_field-{name}-{place}-{p}"] = functools.partial(relaxations.mean_field, head, domain, p=p)
+    return out
+
+
+def float_only() -> dict[str, Maker]:
+    """What has no rigorous evaluation."""
+    tokens = DOMAINS["points"].points
+    return {
+        "kim2021_l2": lambda: bounds.kim2021_l2(TIED, n=4),
+        "local_upper_bound": lambda: bounds.local_upper_bound(HEADS, tokens),
+        "local_ball": lambda: relaxations.local_ball(BIASED, tokens, 0.05),
+        "local_ball-global": lambda: relaxations.local_ball(
+            SOFTMAX, tokens, 0.5, global_bound=bounds.row_bound(SOFTMAX, radius=1.5, n=4)
+        ),
+    }
