@@ -4,8 +4,8 @@ Run: ``python -m benchmarks.mutation [--seconds 3000] [--seed 0] [--only PATH] [
 ``benchmarks/results/mutation.md``. Mutants are a random sample (numbers, signs, operators, comparisons, minimum and maximum,
 square roots) of every module of ``GROUPS``, after the ones of ``KNOWN``. They live in a copy of the tree. A first run of the
 tests under ``coverage`` says which tests reach which line; those are run on the mutant, the quickest first, until one fails.
-``--again`` runs the survivors of the log once more. Why a survivor is equal to the original, or which test kills it now, is
-read from ``benchmarks/results/mutation_judged.json``.
+``--again`` runs the survivors that are not explained once more. Why a survivor is equal to the original, or which test kills it
+now, is read from ``benchmarks/results/mutation_judged.json``.
 """
 
 from __future__ import annotations
@@ -170,10 +170,15 @@ def read_log() -> dict[str, Record]:
     return {r.key: r for r in records}
 
 
+def read_judged() -> dict[str, str]:
+    """What was found about survivors, one line each: "equal: ..." or the test that kills it."""
+    file = RESULTS / "mutation_judged.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
 def report(records: list[Record], seed: int) -> list[str]:
     """The lines of the result: totals of each module, then every mutant that no test noticed."""
-    file = RESULTS / "mutation_judged.json"
-    judged = json.loads(file.read_text()) if file.exists() else {}
+    judged = read_judged()
     outcomes = ("killed", "timeout", "survived", "not covered")
     lines = [
         "# Mutants of the formulas",
@@ -203,7 +208,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3000.0, help="begin no mutant later than this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="PATH", help="modules whose path has this in it")
-    parser.add_argument("--again", action="store_true", help="the survivors of the log once more, with all new tests")
+    parser.add_argument("--again", action="store_true", help="the survivors of the log without explanation, once more")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="these tests in place of those of the groups")
     parser.add_argument("--report", action="store_true", help="write the result from the log, run nothing")
     options = parser.parse_args()
@@ -212,7 +217,8 @@ def main() -> None:
     log = read_log()
     wanted = None
     if options.again:
-        wanted = {key for key, r in log.items() if r.outcome in ("survived", "not covered")}
+        equal = {key for key, text in read_judged().items() if text.startswith("equal")}
+        wanted = {key for key, r in log.items() if r.outcome in ("survived", "not covered")} - equal
     LOG.parent.mkdir(exist_ok=True)
     work = []
     for group in () if options.report else GROUPS:

@@ -7,7 +7,9 @@ import pytest
 
 from otattn import bounds
 from otattn.attention import L2Attention, LinearAttention, MaskedAttention, RotaryAttention, SoftmaxAttention
+from otattn.lipschitz.intervals import lift, lower, upper
 from otattn.lipschitz.regions import Region, largest_norm, see
+from otattn.lipschitz.rounding import log_sum
 from otattn.lipschitz.row_constants import two_largest
 from otattn.lipschitz.setting import softmax_form
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
@@ -173,3 +175,65 @@ def test_bounds_hold_at_extreme_tokens(name, domain):
         for _ in range(20):
             X = points[rng.integers(len(points), size=n)]
             assert slope(attention, X) <= value * (1 + ROOM)
+
+
+def test_gradients_of_l2_attention_are_attained_in_one_dimension():
+    """``|2 k (q x - k y)|`` with q = 2, k = 1 on [2, 4]: 12 at x = 4, y = 2; half the length is 1."""
+    for q, domain, largest in ((2.0, Box([2.0], [4.0]), 12.0), (-1.0, Box([2.0], [4.0]), 16.0), (2.0, Ball(1.0), 6.0)):
+        found = bounds.l2_row_bound(L2Attention([[q]], [[1.0]], [[1.0]]), domain=domain, n=2)
+        assert found.details["t"] == pytest.approx(largest, rel=1e-10)
+        assert found.details["t"] >= largest
+
+
+@pytest.mark.parametrize("kind", ["points", "box"])
+def test_values_that_cancel_on_pairs_are_not_lost(kind):
+    """``V (1, 1, 1) = 2^-54``, which is 0 in float64: two points at distance ``2 (1, 1, 1)`` still have a field part."""
+    corner = np.ones(3)
+    domain = PointSet([corner, -corner]) if kind == "points" else Box(-corner, corner)
+    attention = SoftmaxAttention(1e25 * np.ones((3, 3)), [[1.0, 2.0**-54, -1.0]])
+    # V C A with C = (1, 1, 1) (1, 1, 1)^T; the row A^T (1, 1, 1) is 3e25 (1, 1, 1)
+    assert bounds.field_bound(attention, domain=domain).value >= 2.0**-54 * 3e25 * math.sqrt(3.0)
+
+
+def test_logarithms_of_bounds_are_bounds_too():
+    """One token: the constant is ``||V||``, 3; bounds of several heads are made of the logarithms."""
+    for theorem in (bounds.row_bound, bounds.column_bound, bounds.density_bound):
+        found = theorem(SoftmaxAttention([[1.0]], [[3.0]]), radius=1.0, n=1)
+        assert found.details["log_value"] >= math.log(3.0)
+        assert found.details["log_value"] == pytest.approx(math.log(3.0), abs=1e-10)
+
+
+def test_a_bias_that_cancels_is_not_lost():
+    """``A b = 1e20 2^-54`` at the centre ``b = (1, 1, 1)``, which is 0 in float64, and the domain is next to nothing."""
+    row = 1e20 * np.array([1.0, 2.0**-54, -1.0])
+    domain = Ellipsoid(1e-40 * np.eye(3), np.ones(3))
+    seen = see(softmax_form(SoftmaxAttention(np.array([row, 0 * row, 0 * row]), np.eye(3))), domain)
+    assert seen.G >= 1e20 * 2.0**-54
+
+
+def test_sums_of_logarithms_in_intervals():
+    """``log(2 + 3)``, with and without a zero."""
+    for zero in ((), (-math.inf,), (lift(-math.inf),)):
+        found = log_sum(np.log(lift(2.0)), np.log(lift(3.0)), *zero)
+        assert float(lower(found)) <= math.log(5.0) <= float(upper(found))
+        assert float(upper(found)) - float(lower(found)) <= 1e-12
+
+
+def test_an_interval_is_true_when_it_is_not_zero():
+    assert bool(lift(1.0))
+    assert bool(lift(-2.0))
+    assert not bool(lift(0.0))
+
+
+def test_the_first_power_of_an_interval_is_the_interval():
+    x = lift(np.array([-0.3, 0.0, 0.1]))
+    assert np.array_equal(lower(x**1.0), lower(x))
+    assert np.array_equal(upper(x**1.0), upper(x))
+
+
+def test_intervals_keep_what_is_known_of_their_ends():
+    assert float(upper(np.cos(lift(0.0)))) == 1.0
+    assert float(lower(np.cos(lift(math.pi)))) >= -1.0
+    assert float(upper(np.sin(lift(1.5707963)))) == 1.0  # just below the maximum
+    found = np.hypot(lift(3.0), lift(0.0))
+    assert float(lower(found)) == 3.0 <= float(upper(found))

@@ -13,6 +13,10 @@ __all__ = ["Maximum", "boxes", "maximise", "proved_below"]
 Array = NDArray[np.float64]
 CellBound = Callable[[Array, Array], Array | tuple[Array, Array]]
 
+HOPELESS = 0.05
+"""A recheck ends when the bound of one point lies this far above its target: smaller boxes would not reach it. Above
+3e-3, by which a box may lie below its points where both seek multipliers."""
+
 
 @dataclass(frozen=True)
 class Maximum:
@@ -36,14 +40,15 @@ def boxes(*axes: Array) -> tuple[Array, Array]:
 
 
 def proved_below(bound: CellBound, lo: Array, hi: Array, *, target: float, max_cells: int) -> float:
-    """``target``, a little raised, when no box exceeds it after splitting; else the larger value that is proved.
+    """``target``, a little raised, when no box exceeds it after splitting; else a larger value that is proved.
 
     The rise, 2e-12 and the rounding of a large number, lets a recheck that rounds otherwise leave the same boxes alone.
     """
     if not np.isfinite(target):
         raise ValueError(f"the target of a recheck must be finite, received {target!r}.")
     level = target + 2e-12 + 4e-15 * abs(target)
-    return max(maximise(bound, lo, hi, tol=0.0, max_cells=max_cells, floor=level).value, level)
+    found = maximise(bound, lo, hi, tol=0.0, max_cells=max_cells, floor=level, ceiling=level + HOPELESS)
+    return max(found.value, level)
 
 
 def maximise(
@@ -54,6 +59,7 @@ def maximise(
     tol: float,
     max_cells: int,
     floor: float = -np.inf,
+    ceiling: float = np.inf,
     probe: int = 64,
 ) -> Maximum:
     """Upper bound of the maximum of ``bound`` over the boxes, within ``tol`` of the best point if cells suffice.
@@ -72,6 +78,8 @@ def maximise(
         Evaluations after which the current (valid) bound is returned.
     floor : float
         A value below which the maximum is of no interest: boxes below it are not split.
+    ceiling : float
+        A value above which it is of no interest: once a point exceeds it, the current (valid) bound is returned.
     probe : int
         Number of leading boxes whose middle is evaluated each round.
 
@@ -105,7 +113,7 @@ def maximise(
         points, _ = evaluate(middle, middle)
         seen = max(seen, float(points.max(initial=-np.inf)))
         active = int(np.searchsorted(-value, -(seen + tol), side="left"))
-        full = cells >= max_cells
+        full = cells >= max_cells or seen > ceiling
         rest = 0 if full else active
         if rest < value.size and value[rest] > settled:
             settled = float(value[rest])

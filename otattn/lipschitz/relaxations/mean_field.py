@@ -81,6 +81,8 @@ Array = NDArray[np.float64]
 _THETAS = np.linspace(0.0, 1.0, 17)
 _MARGIN = 1e-12
 _CELLS = 200_000
+USED = {"M3": ("nu", "gap"), "M4": ("h",)}
+"""The multipliers of each theorem; T6 and T10 have none."""
 
 
 def _weight(rho: Any, s: float) -> Any:
@@ -356,8 +358,9 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
     Returns
     -------
     Certificate
-        Its multipliers are those of S2 (``nu``, ``gap``) and M4 (``h``). ``details["log_value"]`` is the logarithm of the
-        bound; when the bound exceeds the largest float the result is a plain :class:`Bound` of value inf.
+        Its multipliers are those of the theorem that wins: M3 (``nu``, ``gap``) or M4 (``h``).
+        ``details["log_value"]`` is the logarithm of the bound; when the bound exceeds the largest float the result is a
+        plain :class:`Bound` of value inf.
 
     Examples
     --------
@@ -401,7 +404,7 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
     return certify(
         "mean_field",
         statement=replace(statement, options={"branch": best.name, "target": best.log_sum}),
-        multipliers=multipliers,
+        multipliers={key: multipliers[key] for key in USED.get(best.name, ())},
         source=source,
         solver="branch and bound",
         solver_status="closed",

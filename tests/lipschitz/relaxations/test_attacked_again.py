@@ -337,9 +337,8 @@ def test_displacements_are_below_the_cell_of_their_norms():
         attention = some_head(rng, d)
         head = unit_head(attention, 1.0)
         family = SelfLogit.default(head)
-        problem = {k: getattr(head, k) for k in ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")}
         multipliers = {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, 40)}
-        search = _Search(_rows(problem | {"n": n, "atoms": 60}, multipliers))
+        search = _Search(_rows({"head": head, "n": n, "atoms": 60}, multipliers))
         for _ in range(12):
             J = attention.jacobian(structured_tokens(rng, n, d)).to_dense()
             eps = np.linalg.svd(J)[2][0] if rng.random() < 0.7 else rng.standard_normal(n * d) ** 3
@@ -439,6 +438,7 @@ ALTERED = {
     "reversed": lambda x: x[::-1].copy(),
     "shorter": lambda x: x[:-1],
 }
+OTHER_WORDS = {word: lambda x, word=word: word for word in ("", "M3", "M4", "T6", "T10", "x")}
 
 
 def certificates():
@@ -462,12 +462,8 @@ def test_no_altered_certificate_proves_less_than_the_truth():
         for part in ("options", "multipliers"):
             data = getattr(bound, part)
             for key, old in data.items():
-                for name, change in ALTERED.items():
-                    if isinstance(old, str) or (np.ndim(old) == 0 and name in ("reversed", "shorter")):
-                        continue
-                    if key == "target" and (name not in ("nan", "inf", "-inf", "huge")):
-                        continue  # splits until the cells are exhausted: valid, and slow
-                    if key == "atoms" and name == "huge":
+                for name, change in (OTHER_WORDS if isinstance(old, str) else ALTERED).items():
+                    if np.ndim(old) == 0 and name in ("reversed", "shorter"):
                         continue
                     assert not replace(low, **{part: {**data, key: change(old)}}).verify(), (
                         bound.relaxation,

@@ -244,7 +244,6 @@ def test_an_altered_statement_is_refused(negative):
     bound = negative
     for change in (
         {"attention": SoftmaxAttention(-18.0 * np.eye(2), np.eye(2))},
-        {"attention": SoftmaxAttention(-9.0 * np.eye(3), np.eye(3))},
         {"attention": SoftmaxAttention(-9.0 * np.eye(2), 2.0 * np.eye(2))},
         {"attention": None},
         {"n": 3},

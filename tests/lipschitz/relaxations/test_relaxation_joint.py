@@ -16,9 +16,8 @@ from otattn.measures import Ball, Ellipsoid
 def rows_of(A, n, *, atoms=80, edges=25):
     head = unit_head(SoftmaxAttention(A, np.eye(len(A))), 1.0)
     family = SelfLogit.default(head)
-    problem = {k: getattr(head, k) for k in ("A", "c", "a", "top", "v", "sigma", "trace_sigma", "kappa")}
-    problem |= {"n": n, "atoms": atoms}
-    return _rows(problem, {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, edges)})
+    multipliers = {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, edges)}
+    return _rows({"head": head, "n": n, "atoms": atoms}, multipliers)
 
 
 def closed_row_bound(n, a):

@@ -177,9 +177,13 @@ def test_the_recheck_rejects_tampering(name):
     bound = mean_field(SoftmaxAttention(9.0 * A, V), 1.0)
     assert bound.verify()
     assert not replace(bound, value=0.99 * bound.value).verify()
-    for key in ("nu", "gap"):
+    # what is stored is used
+    assert set(bound.multipliers) == {"M3": {"nu", "gap"}, "M4": {"h"}}[bound.details["theorem"]]
+    for key in bound.multipliers:
+        assert not replace(bound, multipliers={k: v for k, v in bound.multipliers.items() if k != key}).verify()
         broken = {**bound.multipliers, key: np.full_like(bound.multipliers[key], np.nan)}
         assert not replace(bound, multipliers=broken).verify()
+    assert not replace(bound, options={**bound.options, "branch": "M3" if "h" in bound.multipliers else "M4"}).verify()
     if bound.details["theorem"] == "M4":
         assert not replace(bound, multipliers={**bound.multipliers, "h": np.array([-1.0])}).verify()
         worse = replace(bound, multipliers={**bound.multipliers, "h": 30 * bound.multipliers["h"]})

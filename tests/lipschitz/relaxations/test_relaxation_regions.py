@@ -9,7 +9,7 @@ from scipy.special import lambertw
 
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.errors import CertificateError
-from otattn.lipschitz.relaxations._cells import boxes, maximise
+from otattn.lipschitz.relaxations._cells import HOPELESS, boxes, maximise, proved_below
 from otattn.lipschitz.relaxations.regions import SelfLogit, entropy_gap, spread_region, unit_head
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
 
@@ -193,6 +193,26 @@ def test_branch_and_bound_finds_a_known_maximum():
     values = [maximise(loose, *start, tol=0.0, max_cells=k).value for k in (20, 100, 500, 2500)]
     assert all(a >= b for a, b in itertools.pairwise(values))
     assert values[-1] >= 0.0
+
+
+def test_rechecks_prove_their_target_or_give_up_early_at_a_bound_that_holds():
+    count = []
+
+    def parabola(lo, hi):  # 1 - x^2 within a box, plus its width: at least the maximum 1 in the box that holds 0
+        count.append(lo.shape[1])
+        return 1.0 - np.maximum(0.0, np.maximum(lo[0], -hi[0])) ** 2 + (hi[0] - lo[0])
+
+    start = boxes(np.linspace(-1.0, 1.0, 4))
+    for target in (1.001, 1.3, 1.65):
+        # provable: a box of width w around 0 is bounded by 1 + w
+        assert target <= proved_below(parabola, *start, target=target, max_cells=10**6) <= target + 1e-11
+    for target in (0.99, 0.96):
+        # false by less than what is given up: every box is tried, the bound ends near the maximum
+        assert 1.0 <= proved_below(parabola, *start, target=target, max_cells=300) <= 1.0 + 0.2
+    count.clear()
+    for target in (1.0 - 2 * HOPELESS, 0.0, -50.0):
+        assert 1.0 <= proved_below(parabola, *start, target=target, max_cells=10**9) <= 5 / 3 + 1e-12
+    assert sum(count) < 50
 
 
 def test_branch_and_bound_stops_at_the_floor_and_refuses_nan():
