@@ -101,7 +101,9 @@ def norm_upper(x: Any) -> Any:
     if size == 0.0 or not np.isfinite(size):
         return _known(size)
     # a sum of squares overflows, or underflows, before the norm does
-    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * _EPS)
+    # a product below the normal numbers loses its digits
+    lost = 1e-322 if size < 1e-290 else 0.0
+    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * _EPS) + lost
 
 
 def column_of(c: Any) -> Any:
