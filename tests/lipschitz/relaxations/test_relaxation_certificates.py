@@ -11,6 +11,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.bounds import row_bound
 from otattn.lipschitz.relaxations import (
     Certificate,
+    certificate,
     field_jacobian,
     interval_simplex,
     kappa,
@@ -159,7 +160,9 @@ def test_certificates_are_immutable_records(built):
     assert repr(bound).startswith("Certificate(upper")
 
 
-def test_dual_functions_have_one_name_each_and_must_prove_something_finite():
+def test_dual_functions_have_one_name_each_and_must_prove_something_finite(monkeypatch):
+    for registry in ("_DUAL_FUNCTIONS", "_QUANTITIES"):  # what is registered here is gone for other tests
+        monkeypatch.setattr(certificate, registry, dict(getattr(certificate, registry)))
     with pytest.raises(ValueError, match="registered already"):
         dual_function("multihead")(lambda problem, multipliers: 0.0)
     name = "test/always infinite"
