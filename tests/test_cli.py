@@ -41,6 +41,7 @@ def test_report_writes_its_files(small_layer: list[str], tmp_path: pathlib.Path,
     assert np.all(np.asarray(local["particle"]) <= np.asarray(local["published_discrete"])[:, None, :])
 
 
+@pytest.mark.slow
 def test_report_is_reproducible(small_layer: list[str], tmp_path: pathlib.Path) -> None:
     contents = []
     for k in range(2):
@@ -110,6 +111,7 @@ def test_usage_errors_exit_with_two() -> None:
         assert info.value.code == 2
 
 
+@pytest.mark.slow
 def test_gradient_flow_table(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["gradient-flow", "--quiet", "--out", str(tmp_path / "g")]) == 0
     text = capsys.readouterr().out
@@ -125,6 +127,7 @@ def test_gradient_flow_table(small_layer: list[str], tmp_path: pathlib.Path, cap
     assert "dim must" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_flow(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["flow", "--quiet", "--n", "6", "--t-end", "0.5", "--out", str(tmp_path / "f")]) == 0
     assert "blow-up time" in capsys.readouterr().out

@@ -161,6 +161,7 @@ def test_bad_pairs():
 # ------------------------------------------------------------------------------------------------ mean-field limit
 
 
+@pytest.mark.slow
 def test_moments_approach_the_gaussian_flow_like_n_to_the_minus_half():
     """32 samples a size: root mean squares are known to 1/8, their slope over a factor 8 in n to about 0.1."""
     law = GaussianMeasure([0.0], [[1.0]])

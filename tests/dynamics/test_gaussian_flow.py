@@ -214,6 +214,7 @@ def test_blow_up_inside_t_eval_keeps_the_rest():
     assert (dirac.covs == 0).all()
 
 
+@pytest.mark.slow
 def test_l2_attention_exists_to_the_end():
     """No blow-up to t = 1e3, although the covariance leaves float64 long before."""
     for seed in range(3):
@@ -276,6 +277,7 @@ def test_a_batch_is_its_members():
     assert np.allclose(same.blow_up_times, batch.blow_up_times, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_three_hundred_members_blow_up_where_they_should():
     rng = np.random.default_rng(0)
     F = rng.normal(size=(300, 2, 2))

@@ -67,6 +67,7 @@ def test_a_million_tokens_and_bad_input() -> None:
         cluster_constant(oa.LinearAttention(np.eye(2), np.eye(2)), mu)
 
 
+@pytest.mark.slow
 def test_huge_mean_field_constants_stay_finite() -> None:
     for p in (2, np.inf):
         bound = oa.lipschitz_lower_bound(oa.SoftmaxAttention(-400 * np.eye(3), np.eye(3)), radius=1.0, p=p, rng=0)

@@ -17,7 +17,7 @@ def unit(M: np.ndarray) -> np.ndarray:
     return M / np.linalg.norm(M, 2)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, None])
+@pytest.mark.parametrize("n", [1, 3, None, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 @pytest.mark.parametrize("kind", ["identity", "minus", "generic", "low rank", "zero"])
 def test_lower_never_exceeds_upper(kind: str, n: int | None) -> None:
     rng = np.random.default_rng(3)
@@ -53,6 +53,7 @@ def test_w_inf_knows_no_n() -> None:
         assert bound.value == pytest.approx(4 + math.sqrt(17), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_best_is_the_least_and_methods_select() -> None:
     attention = oa.SoftmaxAttention(-np.eye(3), np.eye(3))
     every = upper_bounds(attention, radius=2.0, n=8)
@@ -70,6 +71,7 @@ def test_best_is_the_least_and_methods_select() -> None:
         oa.lipschitz_upper_bound(oa.LayerNorm([1.0, 1.0]), radius=2.0, n=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_scaling_case_l1(scale: float) -> None:
     rng = np.random.default_rng(0)
@@ -82,6 +84,7 @@ def test_scaling_case_l1(scale: float) -> None:
     assert values.value == pytest.approx(scale * one.value, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_ratios_of_random_pairs_stay_below_the_upper_bound(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -99,6 +102,7 @@ def test_ratios_of_random_pairs_stay_below_the_upper_bound(seed: int) -> None:
             assert ratio <= upper * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_enclosure_table_and_its_views() -> None:
     attention = oa.SoftmaxAttention(-np.eye(2), np.eye(2))
     table = oa.enclosure_table(attention, radius=1.0, n_values=[4, None])

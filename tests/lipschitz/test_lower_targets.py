@@ -31,6 +31,7 @@ def displacement_ratio(attention: oa.AttentionMap, mu: oa.DiscreteMeasure, h: fl
     return oa.wasserstein(attention.pushforward(mu), attention.pushforward(nu)) / oa.wasserstein(mu, nu)
 
 
+@pytest.mark.slow
 def test_minus_identity_32_tokens_by_finite_differences() -> None:
     attention, bound = lower(-np.eye(4), 4.0, 32)
     assert bound.value >= 64.1
@@ -41,6 +42,7 @@ def test_minus_identity_32_tokens_by_finite_differences() -> None:
     assert published.value == pytest.approx(5.57, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("A", "radius", "n", "target"),
     [
@@ -58,6 +60,7 @@ def test_many_tokens_in_few_clusters(A: np.ndarray, radius: float, n: int, targe
     assert displacement_ratio(attention, bound.witness, 1e-9) == pytest.approx(bound.value, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [3, 8])
 def test_generic_matrices_reach_the_leading_constant(d: int) -> None:
     rng = np.random.default_rng(d)
@@ -103,6 +106,7 @@ def test_methods_give_tokens_of_the_domain(method: str) -> None:
     assert finite_difference_norm(attention, X, 1e-5) <= oa.lipschitz_upper_bound(attention, radius=2.0, n=12).value
 
 
+@pytest.mark.slow
 def test_masked_tokens_by_finite_differences() -> None:
     attention = oa.MaskedAttention(oa.SoftmaxAttention(-np.eye(2), np.eye(2)))
     bound = oa.lipschitz_lower_bound(attention, radius=2.0, n=6, rng=0)
@@ -113,6 +117,7 @@ def test_masked_tokens_by_finite_differences() -> None:
     assert 1.0 < bound.value <= upper.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "domain",
     [

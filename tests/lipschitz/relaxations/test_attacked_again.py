@@ -135,6 +135,7 @@ def structured_tokens(rng, n, d):
     return X
 
 
+@pytest.mark.slow
 def test_columns_of_attention_are_below_the_boxes_of_their_rows():
     rng = np.random.default_rng(2)
     seen = 0
@@ -201,6 +202,7 @@ PSD_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(PSD_CASES)))
 def test_psd_survives_climbs_from_structured_configurations(case):
     a, A, V, counts = PSD_CASES[case]
@@ -221,12 +223,14 @@ def test_psd_and_joint_survive_the_deep_search(case):
     assert lower <= joint(attention, 1.0, n).value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [1e-12, 1e-200, 1e-320])
 def test_psd_with_logits_near_nothing(a):
     # the map is the mean of the tokens; 3 percent: the fast search leaves K and D split
     assert 1.0 <= psd(SoftmaxAttention([[a]], [[1.0]]), 1.0, n=4, effort="fast").value <= 1.03
 
 
+@pytest.mark.slow
 def test_psd_with_values_near_nothing():
     # the product of the norms underflows, the bound does not
     assert (
@@ -354,6 +358,7 @@ def test_displacements_are_below_the_cell_of_their_norms():
     assert tight > 0.7
 
 
+@pytest.mark.slow
 def test_column_functions_of_measures_are_below_m3_and_m4():
     """``T(y) = sum_x mu_x k(x, y) w(x, y)`` of random measures, at the barycentre that they have."""
     rng = np.random.default_rng(6)
@@ -454,6 +459,7 @@ def certificates():
     yield bound, 0.95 * bound.details["attained"]
 
 
+@pytest.mark.slow
 def test_no_altered_certificate_proves_less_than_the_truth():
     tried = 0
     for bound, false_value in certificates():

@@ -32,6 +32,7 @@ def built(name):
     return CERTIFICATES[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CERTIFICATES)
 @pytest.mark.parametrize("size", [1e60, 1e160, 1e300, 1.7e308])
 def test_huge_multipliers_never_prove_less(name, size) -> None:

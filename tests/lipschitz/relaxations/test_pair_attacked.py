@@ -82,6 +82,7 @@ def steepest(A, c, V, R, rng):
     return -min(found.fun, minimize(loss, found.x, method="Nelder-Mead", options={"maxfev": 100}).fun)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[2:-1])
 def test_never_violated_by_ascents_on_the_dense_jacobian(kind):
     rng = np.random.default_rng(KINDS.index(kind))
@@ -204,6 +205,7 @@ def test_extreme_sizes(A, c):
         assert bound.value >= max(1.0, c)  # |d| q |(g, -g)| sqrt 2 = 2 (1/4) 2 c
 
 
+@pytest.mark.slow
 def test_overflowing_multipliers_prove_nothing():
     """Where M overflows, LAPACK may give a nan for its largest eigenvalue: once taken for 0, it emptied full boxes."""
     bound = pair(SoftmaxAttention([[9.0]], [[1.0]]), 1.0)

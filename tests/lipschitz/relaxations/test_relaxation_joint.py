@@ -27,6 +27,7 @@ def closed_row_bound(n, a):
     return np.sqrt(a**2 + (alpha + np.hypot(alpha, beta)) / 2)
 
 
+@pytest.mark.slow
 def test_row_constant_bounds_random_rows():
     rng = np.random.default_rng(0)
     rows = rows_of(-5.0 * np.eye(2), 4)
@@ -104,6 +105,7 @@ def test_cells_dominate_their_points():
         assert (search.bound(inside, inside) <= whole + 3e-3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_never_violated_by_climbs(name):
     A, V = FORMS[name]
@@ -141,6 +143,7 @@ def test_it_is_the_row_bound_when_rows_are_free(a, n):
     assert bound.value >= 0.9 * a / np.sqrt(2) * np.sqrt(n - 2)
 
 
+@pytest.mark.slow
 def test_self_entropy_and_column_sums_sharpen_it_for_the_identity():
     for a, n in ((25.0, 8), (4.0, 64)):
         bound = joint(SoftmaxAttention(a * np.eye(2), np.eye(2)), 1.0, n)
@@ -148,6 +151,7 @@ def test_self_entropy_and_column_sums_sharpen_it_for_the_identity():
         assert bound.details["column_sum"] == pytest.approx(column_sum(n, a / 4), rel=1e-7)
 
 
+@pytest.mark.slow
 def test_simple_cases():
     A, V = np.array([[2.0, 1.0], [0.0, -1.0]]), np.array([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     assert joint(SoftmaxAttention(A, V), 1.0, 1).value == pytest.approx(3.0)
@@ -170,6 +174,7 @@ def test_it_scales_as_theory_says():
     assert joint(SoftmaxAttention(5e6 * A, 1e-6 * V), 1e-3, 6).value == pytest.approx(1e-6 * one, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_recheck_rejects_tampering():
     bound = joint(SoftmaxAttention(9 * np.eye(2), np.eye(2)), 1.0, 5)
     assert bound.verify()

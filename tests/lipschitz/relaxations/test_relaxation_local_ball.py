@@ -86,6 +86,7 @@ def test_tight_as_the_ball_shrinks_and_monotone():
     assert values[3] < 1.35 * values[0]
 
 
+@pytest.mark.slow
 def test_global_bound_is_a_ceiling_and_must_apply():
     attention = SoftmaxAttention(np.eye(2), np.eye(2))
     X = np.array([[1.0, 0.0], [0.0, 1.0]])

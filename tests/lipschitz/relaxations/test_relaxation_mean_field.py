@@ -140,6 +140,7 @@ def test_never_violated_by_measures(name, a):
     assert bound.verify()
 
 
+@pytest.mark.slow
 def test_every_order_is_above_its_witness():
     A, V = FORMS["generic"]
     attention = SoftmaxAttention(3.0 * A, V, bias=[0.4, -0.2, 0.1])

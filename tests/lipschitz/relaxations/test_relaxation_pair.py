@@ -55,6 +55,7 @@ def test_any_multipliers_bound_the_quadratic_form(attention):
         assert family(size, size, *leads)[0] * forms.unit**2 * (1 + 1e-12) >= N
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["identity", "negative", "skew", "generic", "line"])
 def test_the_field_part_is_never_exceeded(name):
     """Random and climbed pairs against F itself, on the multipliers of a certificate."""
@@ -86,6 +87,7 @@ def test_the_field_part_is_never_exceeded(name):
     assert best.max() >= 0.2 * F  # the relaxation is worth something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("a", [1.0, 6.0, 40.0])
 def test_never_violated_by_climbs(name, a):
@@ -97,6 +99,7 @@ def test_never_violated_by_climbs(name, a):
     assert bound.verify()
 
 
+@pytest.mark.slow
 def test_never_violated_with_a_bias_on_other_domains():
     rng = np.random.default_rng(4)
     assert climb(BIASED, (1, 1), 2.0, rng) <= pair(BIASED, Ball(2.0)).value
@@ -106,6 +109,7 @@ def test_never_violated_with_a_bias_on_other_domains():
         assert np.linalg.norm(BIASED.jacobian(flat.sample(2, rng)).to_dense(), 2) <= bound.value
 
 
+@pytest.mark.slow
 def test_what_it_gains():
     skew = SoftmaxAttention(25.0 * FORMS["skew"][0], np.eye(2))
     assert pair(skew, 1.0).value <= 1.06 * lipschitz_lower_bound(skew, radius=1.0, n=2, rng=0).value
@@ -115,6 +119,7 @@ def test_what_it_gains():
     assert upper.value <= 2.3 * lipschitz_lower_bound(negative, radius=1.0, n=2, rng=0).value
 
 
+@pytest.mark.slow
 def test_scaling_zero_maps_and_refusals():
     A, V = FORMS["generic"]
     one = pair(SoftmaxAttention(5 * A, V), 1.0).value
@@ -129,6 +134,7 @@ def test_scaling_zero_maps_and_refusals():
         pair(MaskedAttention(SoftmaxAttention(A, V)), 1.0)
 
 
+@pytest.mark.slow
 def test_the_recheck_rejects_tampering():
     attention = SoftmaxAttention(-9.0 * np.eye(2), np.eye(2))
     bound = pair(attention, 1.0)

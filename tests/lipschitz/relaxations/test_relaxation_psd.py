@@ -43,6 +43,7 @@ def some_columns(rng, a, stretch, n):
     return Columns(a, a, stretch, n, split, 3 * rng.random() ** 3, 0.3 + 6 * rng.random())
 
 
+@pytest.mark.slow
 def test_each_step_of_the_proof_holds_for_real_attention():
     rng = np.random.default_rng(0)
     tight = 0.0
@@ -154,6 +155,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_never_below_an_adversary_and_rechecked(case):
     A, V, R, n = CASES[case]
@@ -168,6 +170,7 @@ def test_never_below_an_adversary_and_rechecked(case):
         assert np.linalg.norm(attention.jacobian(X).to_dense(), 2) <= bound.value
 
 
+@pytest.mark.slow
 def test_only_the_scale_free_numbers_matter():
     attention = SoftmaxAttention(4 * np.eye(2), np.eye(2))
     one = psd(attention, 1.0, n=3, effort="fast")
@@ -182,6 +185,7 @@ def test_only_the_scale_free_numbers_matter():
     assert other.value == pytest.approx(one.value, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_recheck_rejects_tampering():
     bound = psd(SoftmaxAttention(4 * np.eye(2), np.eye(2)), 1.0, n=3, effort="fast")
     assert bound.verify()
@@ -253,6 +257,7 @@ def test_simple_cases():
     assert psd(SoftmaxAttention(A, np.eye(3)), 1.0, n=3, effort="fast").verify()
 
 
+@pytest.mark.slow
 def test_tiny_logits_and_many_tokens():
     for a, n in ((1e-3, 4), (2.0, 10**6)):
         attention = SoftmaxAttention(a * np.eye(2), np.eye(2))

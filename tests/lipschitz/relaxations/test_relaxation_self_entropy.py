@@ -43,6 +43,7 @@ def attacked(value, domain, n, d, rng, starts=2):
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "d"), [(1, 2), (2, 1), (3, 2), (6, 3)])
 def test_no_configuration_exceeds_it(n, d):
     rng = np.random.default_rng(n)
