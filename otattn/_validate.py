@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "MASS_TOL",
     "as_float_array",
     "check_order",
     "check_weights",
@@ -16,11 +17,16 @@ __all__ = [
     "moderate",
     "points",
     "positive",
+    "resolution",
     "rng_from",
     "vector",
 ]
 
-WEIGHT_SUM_TOL = 1e-6
+_EPS = float(np.finfo(np.float64).eps)
+_BFLOAT16_EPS = 2.0**-7
+MASS_TOL = 1e-6
+"""Relative: how far the sum of weights may lie from 1, and the masses of two measures at one time from each other. It
+is the error that a float32 softmax leaves in a sum; types coarser than float32 are given two of their own roundings."""
 LARGEST = 1e30
 """Entries of matrices, covariances and domains up to here: products of ten of them still fit in float64."""
 
@@ -36,24 +42,114 @@ def frozen(array: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def as_float_array(value: Any, name: str, *, ndim: int | None = None) -> NDArray[np.float64]:
-    """``value`` as a finite float64 array (integers and half precision are widened first)."""
-    try:
-        raw = np.asarray(_from_torch(value))
-    except Exception as exc:
-        raise ValueError(f"{name} must be an array of numbers, received {type(value).__name__} ({exc}).") from exc
-    if raw.dtype.kind not in "biuf":
-        raise ValueError(
-            f"{name} must be an array of real numbers, received dtype {raw.dtype}; convert it to float64 first."
-        )
-    out = np.array(raw, dtype=np.float64)
+    """``value`` as a finite float64 array of its own (integers and half precision are widened).
+
+    The one place where arrays from outside come in: numpy arrays and matrices, nested lists, torch tensors, pandas
+    frames (also of nullable types). What float64 cannot say is refused by name: masked entries, missing values,
+    complex numbers, text, objects, long doubles beyond its range.
+    """
+    raw = _as_numbers(value, name)
+    with np.errstate(all="ignore"):  # what overflows is refused below, by name
+        out = np.array(raw, dtype=np.float64)
     if ndim is not None and out.ndim != ndim:
         raise ValueError(
             f"{name} must have {ndim} dimension(s), received shape {out.shape}; reshape it (a list of n points of R^d is (n, d))."
         )
-    if not np.isfinite(out).all():
-        bad = int(np.size(out) - np.isfinite(out).sum())
+    finite = np.isfinite(out)
+    if not finite.all():
+        bad = int(np.size(out) - finite.sum())
+        if raw.dtype.itemsize > 8 and np.isfinite(raw[~finite]).any():
+            raise ValueError(
+                f"{name} must have entries of at most {np.finfo(np.float64).max:.3g}, received {bad} {raw.dtype} entries "
+                "beyond float64; rescale the units."
+            )
         raise ValueError(f"{name} must be finite, received {bad} NaN or infinite entries; remove or replace them.")
     return out
+
+
+def resolution(value: Any) -> float:
+    """The spacing of the numbers near 1 in the type that ``value`` came in: float64's for whatever is finer, or exact.
+
+    Tolerances on what a caller computed (symmetry, sums) follow it: float32 arithmetic leaves errors of this size.
+    """
+    if "bfloat16" in str(getattr(value, "dtype", "")):
+        return _BFLOAT16_EPS
+    try:
+        dtype = _as_numbers(value, "value").dtype
+    except ValueError:  # whoever reads the array says what is wrong with it
+        return _EPS
+    return max(_EPS, float(np.finfo(dtype).eps)) if dtype.kind == "f" else _EPS
+
+
+def _as_numbers(value: Any, name: str) -> NDArray[Any]:
+    """An array of real numbers in a type that casts to float64."""
+    _refuse_masked(value, name)
+    try:
+        raw = np.asarray(_from_frame(_from_torch(value), name))
+    except _Missing as exc:
+        raise ValueError(str(exc)) from None
+    except Exception as exc:
+        raise ValueError(f"{name} must be an array of numbers, received {type(value).__name__} ({exc}).") from exc
+    if raw.dtype.kind in "biuf" or _is_small_float(raw.dtype):
+        return raw
+    if raw.dtype.kind == "V" and raw.dtype.names is None and raw.dtype.itemsize == 2:
+        raise ValueError(
+            f"{name} must be an array of real numbers, received dtype {raw.dtype}, two bytes without a meaning (numpy "
+            "stores bfloat16 so); convert it to float32 before saving it, or view it as ml_dtypes.bfloat16."
+        )
+    if hasattr(value, "toarray"):
+        raise ValueError(f"{name} must be a dense array, received {type(value).__name__}; call its toarray() first.")
+    raise ValueError(
+        f"{name} must be an array of real numbers, received dtype {raw.dtype}; convert it to float64 first."
+    )
+
+
+def _refuse_masked(value: Any, name: str) -> None:
+    """Masked entries hold numbers that are not meant: they are refused, also inside lists."""
+    if isinstance(value, np.ma.MaskedArray):
+        masked = int(np.count_nonzero(np.ma.getmaskarray(value)))
+        if masked:
+            raise ValueError(
+                f"{name} must have no masked entries, received {masked}; fill them (filled) or drop them (compressed)."
+            )
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            if isinstance(part, (list, tuple, np.ma.MaskedArray)):
+                _refuse_masked(part, name)
+
+
+class _Missing(ValueError):
+    """Missing values in a frame; says everything already."""
+
+
+def _from_frame(value: Any, name: str) -> Any:
+    """The numbers of a pandas object, nullable types included; anything else as it is."""
+    if not (type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "to_numpy")):
+        return value
+    missing = int(np.count_nonzero(np.asarray(value.isna())))
+    if missing:
+        raise _Missing(
+            f"{name} must have no missing values, received {missing}; fill them (fillna) or drop them (dropna)."
+        )
+    dtypes = list(value.dtypes) if hasattr(value, "columns") else [value.dtype]
+    # "kind" is numpy's letter, also for nullable and arrow types
+    if all(isinstance(t, np.dtype) for t in dtypes) or any(getattr(t, "kind", "O") not in "biuf" for t in dtypes):
+        return value.to_numpy()
+    # half and single precision stay what they are, so that tolerances see it
+    return value.to_numpy(dtype=np.result_type(*(f"{t.kind}{getattr(t, 'itemsize', 8)}" for t in dtypes)))
+
+
+def _is_small_float(dtype: np.dtype[Any]) -> bool:
+    """The types of ml_dtypes (bfloat16, float8, int4 ...), which numpy counts as void but casts right."""
+    return dtype.kind == "V" and dtype.type.__module__.partition(".")[0] == "ml_dtypes" and "complex" not in dtype.name
+
+
+def _from_torch(value: Any) -> Any:
+    """A torch tensor (also one with a gradient, on a device, or in bfloat16) as an array; anything else as it is."""
+    if not (hasattr(value, "detach") and hasattr(value, "cpu") and hasattr(value, "double")):
+        return value
+    tensor = value.detach().cpu()
+    return tensor.float().numpy() if "bfloat16" in str(tensor.dtype) else tensor.numpy()
 
 
 def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDArray[np.float64]:
@@ -64,14 +160,6 @@ def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDA
             f"{name} must have entries of at most {limit:g}, received {size:g}, whose products overflow; rescale the units."
         )
     return out
-
-
-def _from_torch(value: Any) -> Any:
-    """A torch tensor (also one with a gradient, on a device, or in bfloat16) as an array; anything else as it is."""
-    if not (hasattr(value, "detach") and hasattr(value, "cpu") and hasattr(value, "double")):
-        return value
-    tensor = value.detach().cpu()
-    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
 def points(value: Any, name: str = "points", *, dim: int | None = None) -> NDArray[np.float64]:
@@ -112,9 +200,10 @@ def check_weights(value: Any, n: int, name: str = "weights", *, normalise: bool 
     if scale == 0.0:
         raise ValueError(f"{name} must have positive mass, received a sum of 0; give at least one positive weight.")
     total = float((w / scale).sum()) * scale
-    if not normalise and abs(total - 1.0) > WEIGHT_SUM_TOL:
+    allowed = max(MASS_TOL, 2.0 * resolution(value))
+    if not normalise and abs(total - 1.0) > allowed:
         raise ValueError(
-            f"{name} must sum to 1 (within {WEIGHT_SUM_TOL:g}), received a sum of {total!r}; "
+            f"{name} must sum to 1 (within {allowed:g}), received a sum of {total!r}; "
             "divide by the sum, or use DiscreteMeasure.normalized."
         )
     w = w / scale
@@ -124,7 +213,7 @@ def check_weights(value: Any, n: int, name: str = "weights", *, normalise: bool 
 def check_order(p: Any) -> float:
     """The order ``p`` of a Wasserstein distance, in ``[1, inf]``."""
     try:
-        value = float(p)
+        value = _scalar(p)
     except (TypeError, ValueError) as exc:
         raise ValueError(f"p must be a number in [1, inf], received {p!r}.") from exc
     if not value >= 1.0:
@@ -135,7 +224,7 @@ def check_order(p: Any) -> float:
 def positive(value: Any, name: str, *, zero: bool = False, limit: float = np.inf) -> float:
     """A finite positive (or non-negative) float, at most ``limit``."""
     try:
-        out = float(value)
+        out = _scalar(value)
     except (TypeError, ValueError) as exc:
         raise ValueError(f"{name} must be a number, received {value!r}.") from exc
     if not np.isfinite(out) or out < 0 or (out == 0 and not zero):
@@ -145,6 +234,17 @@ def positive(value: Any, name: str, *, zero: bool = False, limit: float = np.inf
             f"{name} must be at most {limit:g}, received {value!r}, whose products overflow; rescale the units."
         )
     return out
+
+
+def _scalar(value: Any) -> float:
+    """A real number as a float: no text, nothing masked, no array of another shape than ()."""
+    if isinstance(value, (str, bytes, np.ma.MaskedArray)) or np.ndim(value) or np.iscomplexobj(value):
+        raise TypeError(f"received {type(value).__name__}")
+    try:
+        with np.errstate(all="ignore"):
+            return float(value)
+    except OverflowError as exc:
+        raise ValueError("beyond float64") from exc
 
 
 def count(value: Any, name: str, *, least: int = 1) -> int:

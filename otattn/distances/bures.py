@@ -22,7 +22,7 @@ from otattn._linalg import polar_factor, symmetrize
 from otattn.distances.costs import pair_distances
 from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_factor, transpose
 from otattn.measures import GaussianMeasure
-from otattn.measures.gaussian import PSD_TOL, SYMMETRY_TOL
+from otattn.measures.gaussian import check_covariances
 
 __all__ = ["bures_distance", "bures_geodesic", "bures_wasserstein", "gaussian_transport_map"]
 
@@ -79,7 +79,7 @@ def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     Parameters
     ----------
     S1, S2 : array_like (..., d, d)
-        Symmetric positive semi-definite (relative tolerance 1e-10), of any rank; leading axes are broadcast.
+        Symmetric positive semi-definite (as for `GaussianMeasure`), of any rank; leading axes are broadcast.
         Directions in which a covariance is zero to its rounding (relative to its diagonal) count as zero.
 
     Returns
@@ -100,7 +100,7 @@ def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     ----------
     As for `bures_wasserstein`.
     """
-    first, second = _covariances(S1, "S1"), _covariances(S2, "S2")
+    first, second = check_covariances(S1, "S1"), check_covariances(S2, "S2")
     if first.shape[-1] != second.shape[-1]:
         raise ValueError(
             f"S1 and S2 must have one size, received shapes {first.shape} and {second.shape}; check the last axes."
@@ -195,25 +195,6 @@ def _gaussian_pair(g1: Any, g2: Any) -> tuple[GaussianMeasure, GaussianMeasure]:
     if g1.dim != g2.dim:
         raise ValueError(f"g1 and g2 must live in one space, received dimensions {g1.dim} and {g2.dim}.")
     return g1, g2
-
-
-def _covariances(value: ArrayLike, name: str) -> Array:
-    S = check.as_float_array(value, name)
-    if S.ndim < 2 or S.shape[-1] != S.shape[-2] or S.size == 0:
-        raise ValueError(f"{name} must be one or more square matrices (..., d, d), received shape {S.shape}.")
-    size = np.abs(S).max(axis=(-2, -1))
-    skew = np.abs(S - np.swapaxes(S, -1, -2)).max(axis=(-2, -1))
-    if (skew > SYMMETRY_TOL * size).any():
-        raise ValueError(
-            f"{name} is not symmetric: entries differ by {skew.max():g} from the transpose; symmetrise it."
-        )
-    S = symmetrize(S)
-    least = np.linalg.eigvalsh(S)[..., 0]
-    if (least < -PSD_TOL * size).any():
-        raise ValueError(
-            f"{name} is not positive semi-definite: its least eigenvalue is {least.min():g}; project it first."
-        )
-    return S
 
 
 def _distances(S1: Array, S2: Array) -> Array:

@@ -32,8 +32,6 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Method = Literal["exact", "penalized"]
 
-TIME_MASS_TOL = 1e-9
-
 
 @dataclass(frozen=True, eq=False)
 class ConditionalTransport:
@@ -228,7 +226,7 @@ def _one_atom_each(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float) -> tu
         return None
     s, t, a, b = mu.times[i], nu.times[j], mu.weights[i], nu.weights[j]
     apart = len(s) < 2 or min(float(np.diff(s).min()), float(np.diff(t).min())) > 2 * tol
-    if not apart or (np.abs(s - t) > tol).any() or (np.abs(a - b) > TIME_MASS_TOL * np.maximum(a, b)).any():
+    if not apart or (np.abs(s - t) > tol).any() or (np.abs(a - b) > check.MASS_TOL * np.maximum(a, b)).any():
         return None
     return i, j, 0.5 * (a + b)
 
@@ -243,7 +241,7 @@ def _slices(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float) -> Iterator[
     groups = np.split(order, starts[1:])
     n = len(live[0])
     masses = np.array([[weights[k[k < n]].sum(), weights[k[k >= n]].sum()] for k in groups])
-    differ = np.abs(masses[:, 0] - masses[:, 1]) > TIME_MASS_TOL * masses.max(axis=1)
+    differ = np.abs(masses[:, 0] - masses[:, 1]) > check.MASS_TOL * masses.max(axis=1)
     if differ.any():
         lines = ", ".join(
             f"time {times[groups[k][0]]:.12g} has mass {masses[k, 0]:.9g} in mu and {masses[k, 1]:.9g} in nu"

@@ -139,8 +139,9 @@ def gaussian_flow_batch(
         centres = np.zeros((len(stack), d)) if means is None else check.as_float_array(means, "means", ndim=2)
         if centres.shape != (len(stack), d):
             raise ValueError(f"means must have shape {(len(stack), d)}, received {centres.shape}.")
+        eps = check.resolution(covs)
         gaussians = [
-            GaussianMeasure(m, check_covariance(S, f"covs[{b}]"))
+            GaussianMeasure(m, check_covariance(S, f"covs[{b}]", resolution=eps))
             for b, (m, S) in enumerate(zip(centres, stack, strict=True))
         ]
     return GaussianFlowBatch(tuple(_flows(attention, gaussians, t_span, t_eval, (rtol, atol), max_steps)))

@@ -9,28 +9,57 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn._linalg import psd_sqrt, symmetrize
+from otattn._linalg import psd_eigh, psd_sqrt, symmetrize
 from otattn.measures.discrete import DiscreteMeasure
 
-__all__ = ["GaussianMeasure", "check_covariance"]
+__all__ = ["GaussianMeasure", "check_covariance", "check_covariances"]
 
-SYMMETRY_TOL = 1e-10
-PSD_TOL = 1e-10
+COVARIANCE_TOL = 1e-10
+"""Relative to the largest entry: asymmetry, and negative eigenvalues, that count as rounding of float64 arithmetic."""
+ROUNDINGS = 4.0
+"""Coarser types leave more: this many roundings of the type that the matrix came in, times its dimension d."""
 
 
-def check_covariance(value: Any, name: str = "cov", *, dim: int | None = None) -> NDArray[np.float64]:
-    """A symmetric PSD matrix (``(d, d)``), symmetrised to the bit; tolerances are relative to its norm."""
+def check_covariance(
+    value: Any, name: str = "cov", *, dim: int | None = None, resolution: float | None = None
+) -> NDArray[np.float64]:
+    """A symmetric PSD matrix ``(d, d)``, symmetrised to the bit; see :func:`check_covariances`."""
     S = check.matrix(value, name, shape=(dim, dim))
     if S.shape[0] != S.shape[1]:
         raise ValueError(f"{name} must be square, received shape {S.shape}.")
-    scale = float(np.abs(S).max())
-    skew = float(np.abs(S - S.T).max())
-    if skew > SYMMETRY_TOL * scale:
-        raise ValueError(f"{name} is not symmetric: entries differ by {skew:g} from the transpose; pass (S + S.T) / 2.")
+    return check_covariances(value, name, resolution=resolution)
+
+
+def check_covariances(value: Any, name: str, *, resolution: float | None = None) -> NDArray[np.float64]:
+    r"""Symmetric PSD matrices ``(..., d, d)``, symmetrised to the bit.
+
+    Asymmetry and negative eigenvalues count as rounding up to a part :math:`\max(10^{-10}, 4 d \varepsilon)` of the
+    largest entry, with the rounding :math:`\varepsilon` of the type that the matrices came in: each entry of ``R S R^T``
+    or of a sample covariance is a sum, so its error is a few roundings of its terms, and an error of that size in each
+    entry moves an eigenvalue by at most d times as much. What is negative beyond float64's part is projected to zero.
+    ``resolution`` is that rounding where ``value`` has been converted before.
+    """
+    S = check.as_float_array(value, name)
+    if S.ndim < 2 or S.shape[-1] != S.shape[-2] or S.size == 0:
+        raise ValueError(f"{name} must be one or more square matrices (..., d, d), received shape {S.shape}.")
+    tol = max(COVARIANCE_TOL, ROUNDINGS * S.shape[-1] * (resolution or check.resolution(value)))
+    size = np.abs(S).max(axis=(-2, -1))
+    with np.errstate(over="ignore"):
+        skew = np.abs(S - np.swapaxes(S, -1, -2)).max(axis=(-2, -1))
+    if (skew > tol * size).any():
+        raise ValueError(
+            f"{name} is not symmetric: entries differ by {skew.max():g} from the transpose; pass (S + S.T) / 2."
+        )
     S = symmetrize(S)
-    least = float(np.linalg.eigvalsh(S)[0])
-    if least < -PSD_TOL * scale:
-        raise ValueError(f"{name} is not positive semi-definite: its least eigenvalue is {least:g}; project it first.")
+    least = np.linalg.eigvalsh(S)[..., 0]
+    if (least < -tol * size).any():
+        raise ValueError(
+            f"{name} is not positive semi-definite: its least eigenvalue is {least.min():g}; project it first."
+        )
+    coarse = least < -COVARIANCE_TOL * size
+    if coarse.any():
+        s, E = psd_eigh(S[coarse])
+        S[coarse] = symmetrize((E * s[..., None, :]) @ np.swapaxes(E, -1, -2))
     return S
 
 
@@ -42,7 +71,8 @@ class GaussianMeasure:
     ----------
     mean : array_like (d,)
     cov : array_like (d, d)
-        Symmetric positive semi-definite (relative tolerance 1e-10).
+        Symmetric positive semi-definite, to a part 1e-10 of its largest entry, or to the rounding of the type that it
+        comes in (``4 d eps`` for float32 and coarser).
 
     Raises
     ------
