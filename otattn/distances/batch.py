@@ -7,7 +7,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 
 from otattn import _validate as check
-from otattn.distances.costs import powers
+from otattn.distances.costs import pair_distances, powers
+from otattn.distances.ground import DECADES
 from otattn.distances.wasserstein import wasserstein
 
 __all__ = ["wasserstein_batch"]
@@ -73,8 +74,8 @@ def _block(x: Array, y: Array, p: float) -> Array:
     if d == 1 and n > 1:
         x, y = np.sort(x, axis=1), np.sort(y, axis=1)
     if d == 1 or n == 1:
-        matched = _norms(x - y)
-        ordinary = _is_ordinary(matched)
+        matched = pair_distances(x.reshape(-1, d), y.reshape(-1, d)).reshape(B, n)
+        ordinary = np.isfinite(matched).all(axis=1)
     else:
         # differences first: no expanded squares
         squares = np.zeros((B, n, n))
@@ -82,8 +83,7 @@ def _block(x: Array, y: Array, p: float) -> Array:
             for i in range(d):
                 step = x[:, :, None, i] - y[:, None, :, i]
                 squares += step * step
-        size = squares.reshape(B, -1).max(axis=1)
-        ordinary = (p <= 8.0) & ((size == 0.0) | ((size > _ORDINARY[0] ** 2) & (size < _ORDINARY[1] ** 2)))
+        ordinary, size = _ordinary(squares, p)
         cost = squares
         if p != 2.0:
             fit = np.where(ordinary[:, None, None], squares, 0.0)
@@ -94,19 +94,21 @@ def _block(x: Array, y: Array, p: float) -> Array:
         matched = np.sqrt(np.take_along_axis(squares, partner[:, :, None], axis=2)[:, :, 0])
     out = _means(np.where(ordinary[:, None], matched, 0.0), p)
     # squares that vanish beside the others would be lost here
-    for b in np.flatnonzero(~ordinary | ((out > 0.0) & (out < _ORDINARY[0]))):
-        out[b] = wasserstein(x[b], y[b], p=p)
+    small = ordinary & (out < _ORDINARY[0])
+    for b in np.flatnonzero(~ordinary | small):
+        if not (ordinary[b] and np.array_equal(x[b], y[b])):
+            out[b] = wasserstein(x[b], y[b], p=p)
     return out
 
 
-def _is_ordinary(D: Array) -> NDArray[np.bool_]:
-    top = D.max(axis=1)
-    return np.asarray((top == 0.0) | ((top > _ORDINARY[0]) & (top < _ORDINARY[1])))
-
-
-def _norms(diff: Array) -> Array:
-    with np.errstate(over="ignore", under="ignore"):
-        return np.sqrt(np.einsum("...i,...i->...", diff, diff))
+def _ordinary(squares: Array, p: float) -> tuple[NDArray[np.bool_], Array]:
+    """Where all squared distances of a problem, and their powers over the largest, stay in float64; the largest."""
+    flat = squares.reshape(len(squares), -1)
+    size = flat.max(axis=1)
+    least = np.min(flat, axis=1, initial=np.inf, where=flat > 0.0)
+    fits = (size > _ORDINARY[0] ** 2) & (size < _ORDINARY[1] ** 2) & (p <= 8.0)
+    spread = np.log10(np.where(fits, size, 1.0)) - np.log10(np.where(fits, least, 1.0))
+    return np.asarray((size == 0.0) | (fits & (min(max(p, 2.0), 8.0) / 2.0 * spread <= DECADES))), size
 
 
 def _means(matched: Array, p: float) -> Array:

@@ -53,6 +53,8 @@ def bures_wasserstein(g1: Any, g2: Any) -> float:
         An argument is no GaussianMeasure.
     ValueError
         The dimensions differ.
+    OverflowError
+        The distance is not representable in float64.
 
     Examples
     --------
@@ -69,7 +71,9 @@ def bures_wasserstein(g1: Any, g2: Any) -> float:
     shift = float(pair_distances(g1.mean[None], g2.mean[None])[0])
     value = float(np.hypot(shift, spread))
     if not np.isfinite(value):
-        raise ValueError("the distance must fit in float64, received Gaussians that are too far apart; rescale them.")
+        raise OverflowError(
+            "the distance must fit in float64, received Gaussians that are too far apart; rescale them."
+        )
     return value
 
 

@@ -20,6 +20,7 @@ from otattn.distances.costs import (
     power_mean,
     powers,
 )
+from otattn.distances.ground import ground_cost
 from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve, sparse_plan, status_of
 from otattn.distances.transport import TransportResult, transport
@@ -140,7 +141,7 @@ def conditional_wasserstein(
     ------
     ValueError
         The time marginals differ; the message gives the times and masses that do not match.
-    MemoryBudgetError, ConvergenceError
+    OverflowError, MemoryBudgetError, ConvergenceError
         As for `wasserstein`.
 
     Examples
@@ -166,7 +167,10 @@ def conditional_wasserstein(
     single = _one_atom_each(mu, nu, time_tol)
     if single is not None:
         i, j, theta = single
-        return power_mean(pair_distances(mu.points[i], nu.points[j]), theta, p)
+        value = power_mean(pair_distances(mu.points[i], nu.points[j]), theta, p)
+        if not np.isfinite(value):
+            raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
+        return value
     values, masses = [], []
     for _, mass, rows, cols in _slices(mu, nu, time_tol):
         values.append(wasserstein(_condition(mu, rows), _condition(nu, cols), p=p))
@@ -276,8 +280,14 @@ def _penalized(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, p: float, penalty: fl
     strength = check.positive(penalty, "penalty")
     mu, nu = mu.support(), nu.support()
     check_budget(mu.n, nu.n, SIMPLEX_BYTES)
-    scale = max(float(pairwise_distances(mu.points, nu.points).max()), np.finfo(float).tiny)
-    cost = powers(pairwise_distances(mu.points, nu.points) / scale, p)
-    cost += strength * powers(np.abs(mu.times[:, None] - nu.times) / scale, p)
-    paid = solve(cost, *exact_masses(mu.weights, nu.weights)).cost
-    return float(scale * paid ** (1.0 / p))
+    D = pairwise_distances(mu.points, nu.points)
+    with np.errstate(over="ignore", under="ignore"):
+        T = strength ** (1.0 / p) * np.abs(mu.times[:, None] - nu.times)
+        # (D^p + T^p)^{1/p}, entry by entry at its own scale: a distance again, whose powers are the costs
+        far, near = np.maximum(D, T), np.minimum(D, T)
+        joint = far * (1.0 + powers(near / np.where(far > 0.0, far, 1.0), p)) ** (1.0 / p)
+    if not np.isfinite(joint).all():
+        raise OverflowError("the penalized costs must fit in float64; rescale the points, or lower the penalty.")
+    A, B = exact_masses(mu.weights, nu.weights)
+    flow = solve(ground_cost(joint, p, A, B)[0], A, B)
+    return power_mean(joint[flow.rows, flow.cols], flow.mass, p)

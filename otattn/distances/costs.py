@@ -32,7 +32,8 @@ ASSIGNMENT_BYTES = 16
 SIMPLEX_BYTES = 64
 
 _EPS = float(np.finfo(np.float64).eps)
-_SAFE = (1e-100, 1e150)  # largest distances whose squares neither overflow nor vanish
+_SAFE = (1e-100, 1e150)  # distances whose squares neither overflow nor vanish
+_BLOCK = 2**21  # coordinates of single pairs handled at once
 
 
 def check_budget(n: int, m: int, bytes_per_pair: int) -> None:
@@ -56,30 +57,43 @@ def check_budget(n: int, m: int, bytes_per_pair: int) -> None:
 def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     """``|x_i - y_j|`` for ``x (n, d)`` and ``y (m, d)``, shape ``(n, m)``; relative error at most ``(d + 3)
     eps``.
+
+    Each pair has its own scale: a pair of far points costs the near ones no digits.
+
+    Raises
+    ------
+    OverflowError
+        A distance is not representable in float64.
     """
     D = np.asarray(cdist(x, y))
-    if _SAFE[0] < D.max() < _SAFE[1]:
+    least, most = _SAFE
+    if least < D.min() and D.max() < most:
         return D
-    size = max(float(np.abs(x).max()), float(np.abs(y).max()))
-    if size == 0.0:
-        return D
-    scale = 2.0 ** np.floor(np.log2(size))  # a power of two: the division is exact
-    with np.errstate(over="ignore"):
-        D = np.asarray(cdist(x / scale, y / scale) * scale)
+    rows, cols = np.nonzero(~((least < D) & (most > D)))
+    step = max(1, _BLOCK // x.shape[1])
+    for k in range(0, len(rows), step):
+        i, j = rows[k : k + step], cols[k : k + step]
+        D[i, j] = pair_distances(x[i], y[j])
     if not np.isfinite(D).all():
-        raise ValueError("distances must fit in float64, received points that are too far apart; rescale them.")
+        raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
     return D
 
 
 def pair_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``|x_k - y_k|`` row by row, scaled by the largest difference so that no square over- or underflows."""
-    with np.errstate(over="ignore"):
+    """``|x_k - y_k|`` row by row, each scaled by a power of two so that no square over- or underflows; inf beyond
+    float64.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         diff = x - y
-    scale = float(np.abs(diff).max(initial=0.0))
-    if scale == 0.0 or scale == np.inf:  # inf: beyond float64, which the caller refuses
-        return np.full(len(diff), scale)
-    diff /= scale
-    return np.asarray(scale * np.sqrt(np.einsum("ij,ij->i", diff, diff)))
+        out = np.sqrt(np.einsum("ij,ij->i", diff, diff))
+        odd = np.flatnonzero(~((_SAFE[0] < out) & (_SAFE[1] > out)))
+        if odd.size:
+            part = diff[odd]
+            power = np.frexp(np.abs(part).max(axis=1))[1]
+            unit = np.ldexp(part, -power[:, None])
+            out[odd] = np.ldexp(np.sqrt(np.einsum("ij,ij->i", unit, unit)), power)
+            out[odd[~np.isfinite(part).all(axis=1)]] = np.inf
+    return np.asarray(out)
 
 
 def powers(ratio: NDArray[np.float64], p: float) -> NDArray[np.float64]:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import powers
 
-__all__ = ["ground_cost", "scaled_cost"]
+__all__ = ["DECADES", "ground_cost", "scaled_cost"]
 
 Array = NDArray[np.float64]
 
 CAP = 1e20  # at the scale W_inf an optimal plan costs at most 1: such an entry carries less than rounding
-PLAIN = (1e-15, 1e15)  # largest distances for which p <= 8 needs no scaling
-DECADES = 150.0
+PLAIN = (1e-35, 1e15)  # distances whose powers stay in float64 without scaling, for p <= 8
+DECADES = 150.0  # powers that span at most this many keep their digits at the scale of the largest
 
 
 def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, float]:
@@ -24,9 +24,9 @@ def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, 
     valid.
     """
     top = float(D.max())
-    if top == 0.0 or (p <= 8.0 and PLAIN[0] < top < PLAIN[1]):
-        return powers(D, p), 1.0
     least = float(D.min(initial=top, where=D > 0.0))
+    if top == 0.0 or (p <= 8.0 and PLAIN[0] < least and top < PLAIN[1]):
+        return powers(D, p), 1.0
     # distances so unequal that their powers leave float64: the scale that matters is then W_inf
     scale = top if p * float(np.log10(top / least)) <= DECADES else bottleneck(D, A, B).value or top
     return scaled_cost(D, p, scale), scale

@@ -122,7 +122,7 @@ def transport(mu: Any, nu: Any, *, p: float = 2) -> TransportResult:
 
     Raises
     ------
-    ValueError, MemoryBudgetError, ConvergenceError
+    ValueError, OverflowError, MemoryBudgetError, ConvergenceError
         As for `wasserstein`.
 
     Examples

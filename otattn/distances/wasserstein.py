@@ -56,6 +56,8 @@ def wasserstein(mu: Any, nu: Any, *, p: float = 2) -> float:
     ------
     ValueError
         Invalid measures, dimensions that differ, ``p < 1``.
+    OverflowError
+        Points are so far apart that their distance is not representable in float64.
     MemoryBudgetError
         The exact solver would take more than 4 GiB; raised before anything is allocated.
     ConvergenceError
@@ -84,7 +86,9 @@ def wasserstein(mu: Any, nu: Any, *, p: float = 2) -> float:
         else:
             value = _weighted(x, A, y, B, p)
     if not np.isfinite(value):
-        raise ValueError(f"the distance must fit in float64, received points of distance {value}; rescale the points.")
+        raise OverflowError(
+            f"the distance must fit in float64, received points of distance {value}; rescale the points."
+        )
     return value
 
 
