@@ -33,6 +33,8 @@ EXPLICIT_CORE = 16
 """The same for causal maps without an analytic gradient."""
 STRETCH_LIMIT = 2048
 """Up to this length the blocks of a core are also stretched to n tokens."""
+SEQUENCE_BYTES = 2**29
+"""A witness of a causal map holds every one of its n tokens; larger ones are refused."""
 SOURCE = "otattn, local constant at a witness measure"
 
 
@@ -139,6 +141,8 @@ def adversarial_tokens(
     assert task.forms is not None
     symmetric, fields = evaluate(task.forms, task.chart, candidates, can_split=can_split)
     top = int(np.maximum(symmetric, fields.max(axis=1)).argmax())
+    if attention.causal:
+        _check_length(task, n)
     layout = Layout(attention, task.chart, "sequence" if attention.causal else "measure", n, 2.0)
     latents, logs = candidates.latents[top], candidates.log_weights[top]
     if attention.causal:
@@ -146,6 +150,16 @@ def adversarial_tokens(
         latents, logs = latents[order], logs[order]
     measure = layout.measure(latents, logs)
     return measure if attention.causal else measure.merge_duplicates()
+
+
+def _check_length(task: _Task, n: int) -> None:
+    """Refuse a sequence that does not fit: equal tokens of a causal map cost memory, since each has its own time."""
+    each = 8 * (len(task.chart.shape) + 2)
+    if n * each > SEQUENCE_BYTES:
+        raise ValueError(
+            f"n must be at most {SEQUENCE_BYTES // each} for a causal map, whose witness lists every token, received {n} "
+            f"(about {n * each:.3g} bytes); give fewer tokens, or n=None for any measure."
+        )
 
 
 def _structured(task: _Task, n: int, method: str, rng: np.random.Generator) -> Candidates:
@@ -199,6 +213,7 @@ def _best_sequence(
     task: _Task, n: int, p: float, rng: np.random.Generator, effort: Effort
 ) -> tuple[Any, float, dict[str, Any]]:
     """The same for a causal map: searched on a sequence of at most a core's length, then lengthened to n."""
+    _check_length(task, n)
     analytic = task.forms is not None and p == 2.0
     core = min(n, SEQUENCE_CORE if analytic else EXPLICIT_CORE)
     layout = Layout(task.attention, task.chart, "sequence", core, p)
@@ -295,7 +310,8 @@ def lipschitz_lower_bound(
     Raises
     ------
     ValueError
-        Another p, a domain without displacements, radius and domain both given or both missing.
+        Another p, a domain without displacements, radius and domain both given or both missing, a causal map and so many
+        tokens that their list takes more than half a gigabyte.
 
     References
     ----------
