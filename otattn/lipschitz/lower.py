@@ -175,8 +175,9 @@ def _structured(task: _Task, n: int, method: str, rng: np.random.Generator) -> C
         batches = [b for b in found if b is not None]
         if not batches:
             raise ValueError(
-                "method 'two-anchor' needs n >= 3, tokens of dimension 2 at least, and A and V with V u != 0 for some u "
-                f"orthogonal to A z, received n = {n} and dimension {task.chart.latent_dim}; use method='ascent'."
+                "method 'two-anchor' needs n >= 3, tokens of dimension 2 at least, A and V with V u != 0 for some u orthogonal "
+                "to A z, and logits of the domain that exceed a token's own by log(n / 2), or two anchors are not seen among "
+                f"the others; received n = {n} and dimension {task.chart.latent_dim}; use method='best'."
             )
         out = batches[0]
         for other in batches[1:]:

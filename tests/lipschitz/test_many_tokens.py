@@ -20,7 +20,7 @@ from otattn.attention import (
     SigmoidAttention,
     SoftmaxAttention,
 )
-from otattn.lipschitz import Bound, adversarial_tokens, bounds, lipschitz_upper_bound
+from otattn.lipschitz import Bound, adversarial_tokens, bounds, lipschitz_lower_bound, lipschitz_upper_bound
 from otattn.lipschitz.clusters import cluster_constant
 from otattn.lipschitz.masked_bounds import masked_column_sum
 from otattn.lipschitz.row_constants import density_constant
@@ -164,8 +164,13 @@ def test_tables_and_upper_bounds_of_many_tokens(n: int) -> None:
 
 
 def test_a_causal_witness_lists_its_tokens_and_refuses_too_many() -> None:
-    attention = oa.MaskedAttention(oa.SoftmaxAttention(-np.eye(2), np.eye(2)))
+    attention = MaskedAttention(SoftmaxAttention(-np.eye(2), np.eye(2)))
     with pytest.raises(ValueError, match=r"n must be at most 16777216 for a causal map"):
-        oa.lipschitz_lower_bound(attention, radius=2.0, n=10**9, rng=0)
+        lipschitz_lower_bound(attention, radius=2.0, n=10**9, rng=0)
     with pytest.raises(ValueError, match=r"received 1000000000000 \(about 3.2e\+13 bytes\)"):
-        oa.adversarial_tokens(attention, 10**12, 2.0, method="two-anchor")
+        adversarial_tokens(attention, 10**12, 2.0, method="two-anchor")
+
+
+def test_two_anchors_say_that_they_are_not_seen_among_so_many() -> None:
+    with pytest.raises(ValueError, match=r"exceed a token's own by log\(n / 2\)"):
+        adversarial_tokens(SoftmaxAttention(-np.eye(2), np.eye(2)), 10**9, 2.0, method="two-anchor")
