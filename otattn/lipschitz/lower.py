@@ -136,13 +136,13 @@ def adversarial_tokens(
     generator = check.rng_from(0 if rng is None else rng)
     if method in ("ascent", "best"):
         return _best_tokens(task, n, 2.0, generator, "fast")[0]
+    if attention.causal:
+        _check_length(task, n)
     candidates = _structured(task, n, method, generator)
     can_split = candidates.log_weights > np.log(1.5)
     assert task.forms is not None
     symmetric, fields = evaluate(task.forms, task.chart, candidates, can_split=can_split)
     top = int(np.maximum(symmetric, fields.max(axis=1)).argmax())
-    if attention.causal:
-        _check_length(task, n)
     layout = Layout(attention, task.chart, "sequence" if attention.causal else "measure", n, 2.0)
     latents, logs = candidates.latents[top], candidates.log_weights[top]
     if attention.causal:
