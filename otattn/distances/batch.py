@@ -75,7 +75,7 @@ def _block(x: Array, y: Array, p: float) -> Array:
         x, y = np.sort(x, axis=1), np.sort(y, axis=1)
     if d == 1 or n == 1:
         matched = pair_distances(x.reshape(-1, d), y.reshape(-1, d)).reshape(B, n)
-        ordinary = np.isfinite(matched).all(axis=1)
+        ordinary = np.asarray(np.isfinite(matched).all(axis=1))
     else:
         # differences first: no expanded squares
         squares = np.zeros((B, n, n))

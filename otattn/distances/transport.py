@@ -21,7 +21,16 @@ from otattn.distances.costs import (
 )
 from otattn.distances.duality import support_slack
 from otattn.distances.ground import ground_cost, scaled_cost
+from otattn.distances.line import monotone_plan
 from otattn.distances.masses import exact_masses
+from otattn.distances.monotone import (
+    Staircase,
+    by_sorting,
+    is_monotone,
+    line_potentials,
+    line_threshold,
+    tight,
+)
 from otattn.distances.plan import (
     extend_potentials,
     feasible,
@@ -54,7 +63,7 @@ class TransportResult:
     potentials : tuple of ndarray (n,), (m,)
         For finite ``p``: ``f_i + g_j <= (|x_i - y_j| / scale)^p`` for all atoms, those of weight zero
         included. For ``p = inf``: a plan must use a pair with ``f_i + g_j > 0``, and none of them is closer
-        than ``lower``.
+        than ``lower``. Between many atoms on the line, see Notes of `transport`.
     scale : float
         Unit of the potentials, 1 unless the powers would leave the range of float64.
     lower, upper : float
@@ -83,11 +92,13 @@ class TransportResult:
         """Recompute marginals, dual feasibility and the interval from the plan and the potentials alone.
 
         False as soon as anything disagrees: a plan with other marginals, potentials that are infeasible, a
-        value or an interval that they do not give. Costs the ``(n, m)`` matrix of distances.
+        value or an interval that they do not give. Costs the ``(n, m)`` matrix of distances, on the line a sort.
         """
         f, g = self.potentials
         if not marginals_agree(self.plan, self.mu.weights, self.nu.weights):
             return False
+        if by_sorting(self.mu, self.nu):
+            return self._line_witness(f, g) and self._agrees(_line_interval(self.mu, self.nu, self.p, self.plan))
         D = pairwise_distances(self.mu.points, self.nu.points)
         if not np.isinf(self.p):
             D = scaled_cost(D, self.p, self.scale)
@@ -95,7 +106,17 @@ class TransportResult:
                 return False
         elif f.shape != D.shape[:1] or g.shape != D.shape[1:] or not np.isfinite(np.r_[f, g]).all():
             return False
-        new = _interval(self.mu, self.nu, self.p, self.plan, f, g, D)
+        return self._agrees(_interval(self.mu, self.nu, self.p, self.plan, f, g, D))
+
+    def _line_witness(self, f: Array, g: Array) -> bool:
+        """On the line: potentials that equal the cost on the staircase, for p = inf those that the plan gives."""
+        if np.isinf(self.p):
+            new = line_threshold(self.mu, self.nu, *support(self.plan)[:2])
+            return all(np.array_equal(a, b) for a, b in zip((f, g), new, strict=True))
+        return tight(self.mu, self.nu, self.p, self.scale, f, g)
+
+    def _agrees(self, new: tuple[float, float, float]) -> bool:
+        """The stored value and interval against recomputed ones."""
         stored = (self.value, self.lower, self.upper)
         return (
             self.lower <= self.value <= self.upper
@@ -112,7 +133,8 @@ def transport(mu: Any, nu: Any, *, p: float = 2) -> TransportResult:
 
     ``lower`` is the dual value of potentials that are feasible for every pair of atoms (c-transforms rounded
     down) and ``upper`` the cost of a plan whose flows are computed again without rounding; for ``p = inf``
-    the lower bound is a set of atoms whose mass has no room among the atoms that are closer.
+    the lower bound is a set of atoms whose mass has no room among the atoms that are closer. Large problems on the
+    line are solved and certified by sorting, in memory of the size of the atoms.
 
     Parameters
     ----------
@@ -131,12 +153,21 @@ def transport(mu: Any, nu: Any, *, p: float = 2) -> TransportResult:
     >>> result.value, result.plan.toarray().tolist(), result.verify()
     (1.5, [[0.5], [0.5]], True)
 
+    Notes
+    -----
+    On the line, beyond 2^16 pairs of atoms, no pair is looked at that the plan does not use: a plan of monotone support
+    is optimal between its marginals for every ``p``, so ``lower`` is its cost less rounding, and the potentials equal the
+    cost along the staircase of sorted atoms, which makes them feasible (and optimal) up to rounding (`monotone`).
+
     References
     ----------
-    Peyré and Cuturi (2019), Computational Optimal Transport, section 2.5; Burkard, Dell'Amico and Martello
+    Peyré and Cuturi (2019), Computational Optimal Transport, section 2.5; Santambrogio (2015), Optimal Transport for
+    Applied Mathematicians, theorem 2.9 (the line); Burkard, Dell'Amico and Martello
     (2009), Assignment Problems, section 6.2 (bottleneck).
     """
     p, mu, nu = discrete_pair(mu, nu, p)
+    if by_sorting(mu, nu):
+        return _on_the_line(mu, nu, p)
     check_budget(mu.n, nu.n, SIMPLEX_BYTES)
     rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
     A, B = exact_masses(mu.weights[rows], nu.weights[cols])
@@ -165,6 +196,36 @@ def transport(mu: Any, nu: Any, *, p: float = 2) -> TransportResult:
     )
 
 
+def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> TransportResult:
+    """The monotone plan with its potentials; nothing of the size ``n m`` is formed."""
+    rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
+    A, B = exact_masses(mu.weights[rows], nu.weights[cols])
+    i, j, mass = monotone_plan(mu.points[rows, 0], A, nu.points[cols, 0], B)
+    if np.isinf(p):
+        (f, g), scale = line_threshold(mu, nu, rows[i], cols[j]), 1.0
+    else:
+        f, g, scale = line_potentials(mu, nu, p, Staircase.of(mu, nu))
+    plan = sparse_plan(rows[i], cols[j], mass, (mu.n, nu.n))
+    value, lower, upper = _line_interval(mu, nu, p, plan)
+    if not np.isfinite(value):
+        raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
+    gap = _relative_gap(lower, upper)
+    return TransportResult(
+        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
+    )
+
+
+def _line_interval(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float, plan: csr_array) -> tuple[float, float, float]:
+    """``(value, lower, upper)`` on the line: a monotone plan is optimal, so only rounding is between them."""
+    rows, cols, mass = support(plan)
+    value = power_mean(pair_distances(mu.points[rows], nu.points[cols]), mass, p)
+    if value == 0.0:
+        return 0.0, 0.0, 0.0
+    rounding = relative_rounding(1, p, len(mass))
+    lower = value * (1.0 - rounding) if is_monotone(mu, nu, rows, cols) else 0.0
+    return value, lower, value * (1.0 + rounding)
+
+
 def _relative_gap(lower: float, upper: float) -> float:
     return (upper - lower) / upper if upper > 0.0 else 0.0
 
@@ -183,7 +244,8 @@ def _interval(
     rounding = relative_rounding(mu.dim, p, len(mass))
     if np.isinf(p):
         charged = float(mass @ (f[rows] + g[cols]))
-        charge_rounding = 8 * _EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
+        # a sum of k terms, each of one sum and one product, in whatever order
+        charge_rounding = (len(mass) + 4) * _EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
         lower = witnessed_threshold(C, f, g) if charged > charge_rounding else 0.0
         lower = min(lower, value)
     else:
