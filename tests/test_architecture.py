@@ -3,6 +3,8 @@
 import ast
 import importlib
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -31,6 +33,7 @@ FLOORS = {
     "__main__": 11,
     "__init__": 11,
 }
+STUB = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -78,6 +81,36 @@ def test_modules_hold_one_concept(path: pathlib.Path) -> None:
 def test_public_names_resolve_and_are_documented(name: str) -> None:
     value = getattr(oa, name)
     assert name.startswith("__") or (value.__doc__ or "").strip(), f"oa.{name} has no docstring"
+
+
+def _fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+def test_the_import_is_light_and_leaves_the_process_alone() -> None:
+    code = """
+import os, sys, warnings
+before = dict(os.environ), list(warnings.filters)
+import otattn
+print(before == (dict(os.environ), list(warnings.filters)), sorted(
+    m for m in ("ot", "cvxpy", "matplotlib", "scipy", "numpy", "joblib", "otattn.lipschitz") if m in sys.modules))
+otattn.enclose_lipschitz, otattn.stability_study, otattn.flow, otattn.models, otattn.plotting, otattn.build_report
+print(sorted(m for m in ("ot", "cvxpy", "matplotlib", "scipy.stats", "torch", "pandas") if m in sys.modules))
+"""
+    assert _fresh(code).splitlines() == ["True []", "[]"]
+
+
+def test_the_stub_lists_what_it_imports() -> None:
+    assert isinstance(STUB.body[-1], ast.Assign)
+    listed = ast.literal_eval(STUB.body[-1].value)
+    imported = [alias.name for node in STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(listed) == sorted(imported) == sorted(oa.__all__)
+    assert set(oa.__all__) <= set(dir(oa))
+    unknown = "no_such_name"
+    with pytest.raises(AttributeError, match=unknown):
+        getattr(oa, unknown)
 
 
 def test_every_module_has_a_docstring_and_imports() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import rel_entr
-from scipy.stats import qmc
 
 from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers
 
@@ -52,6 +51,8 @@ def _evaluate(columns: Columns, r: float, z: Array) -> _Rows:
 
 
 def _sample(columns: Columns, r: float, count: int) -> _Rows:
+    from scipy.stats import qmc  # half a second, for those who get here
+
     cube = qmc.Sobol(3, seed=0).random(count).T
     h, lq = cube[0], columns.log_least_q * (1 - cube[1])
     lp = columns.a * (r * h * (2 * cube[2] - 1) - h**2) + lq
