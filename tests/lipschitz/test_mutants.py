@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy.special import lambertw
 
-from otattn import bounds
+from otattn import bounds, relaxations
 from otattn.attention import L2Attention, LinearAttention, MaskedAttention, RotaryAttention, SoftmaxAttention
 from otattn.lipschitz.intervals import lift, lower, upper
 from otattn.lipschitz.regions import Region, largest_norm, see
@@ -237,3 +238,25 @@ def test_intervals_keep_what_is_known_of_their_ends():
     assert float(upper(np.sin(lift(1.5707963)))) == 1.0  # just below the maximum
     found = np.hypot(lift(3.0), lift(0.0))
     assert float(lower(found)) == 3.0 <= float(upper(found))
+
+
+@pytest.mark.parametrize("offset", [-4.0, -0.5, 0.3, 4.0])
+@pytest.mark.parametrize("size", [0.2, 1.0, 5.0])
+def test_the_bias_enters_the_self_entropy_once(size, offset):
+    """In one dimension: ``sup g^2 - (g z - tau)_+^2``, ``g = a z + c``, on a grid of z."""
+    n = 5
+    z = np.linspace(-1.0, 1.0, 2001)
+    tau = float(lambertw((n - 1) / math.e).real)
+    for a in (-size, size):
+        g = a * z + offset
+        least = float((g**2 - np.maximum(g * z - tau, 0.0) ** 2).max())
+        head = SoftmaxAttention([[a]], [[1.0]], bias=[offset])
+        found = relaxations.self_entropy(head, Ball(1.0), n).value
+        assert least * (1.0 - 1e-12) <= found <= 1.25 * least + 1e-9
+
+
+@pytest.mark.parametrize("alpha", [-1.0, 0.5, 2.0])
+def test_a_solver_proposes_the_multiplier_of_the_column_sums(alpha):
+    head = SoftmaxAttention(alpha * np.eye(2), np.eye(2), bias=[0.7, -0.2])
+    search = relaxations.kappa(head, Ball(1.5))
+    assert relaxations.kappa(head, Ball(1.5), solver="CLARABEL").value == pytest.approx(search.value, rel=1e-6)
