@@ -5,13 +5,17 @@
 """
 
 from otattn.models.bert import Bert, bert
-from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint, SafetensorsCheckpoint, open_checkpoint
+from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint
 from otattn.models.feed_forward import FeedForward
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.gpt2 import GPT2, gpt2
 from otattn.models.layer import ModelLayer, Projections
 from otattn.models.llama import Llama, llama
-from otattn.models.text import load_tokenizer, locate, read_text, text_windows
+from otattn.models.npz_file import NpzCheckpoint
+from otattn.models.safetensors_file import SafetensorsCheckpoint
+from otattn.models.shards import ShardedCheckpoint, open_checkpoint
+from otattn.models.text import locate, read_text, text_windows
+from otattn.models.tokenizer import load_tokenizer
 from otattn.models.transformer import ModelConfig, Transformer
 
 __all__ = [
@@ -24,8 +28,10 @@ __all__ = [
     "Llama",
     "ModelConfig",
     "ModelLayer",
+    "NpzCheckpoint",
     "Projections",
     "SafetensorsCheckpoint",
+    "ShardedCheckpoint",
     "Transformer",
     "bert",
     "gpt2",

@@ -3,76 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn import _validate as check
-from otattn.attention import LayerNorm
-from otattn.models.checkpoint import Checkpoint, open_checkpoint
-from otattn.models.feed_forward import activation_name
-from otattn.models.layer import ModelLayer, Projections, norm_domain, tokenwise
-from otattn.models.transformer import MAX_LAYERS, ModelConfig, Transformer, feed_forward, layer_norm, read_config, whole
+from otattn.models.family import Family
+from otattn.models.keys import COMMON, HARMLESS, Field, Keys, every, neutral, same
+from otattn.models.opening import Config, Source, configure, read_config
+from otattn.models.shards import open_checkpoint
+from otattn.models.transformer import Transformer
 
 __all__ = ["Bert", "bert"]
 
-Array = NDArray[np.float64]
-_WORDS = "embeddings.word_embeddings.weight"
+
+def _numbered(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
+    return None if np.array_equal(values.ravel(), np.arange(values.size)) else "0, 1, 2, ..."
+
+
+def _zeros(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
+    return "zeros" if values.any() else None
+
+
+def _doubt(given: Mapping[str, Any], facts: Mapping[str, Any]) -> str | None:
+    if facts["types"] == 1 and given.get("type_vocab_size") is None:
+        return "has one row of token_type_embeddings, as RoBERTa, whose positions start elsewhere"
+    return None
+
+
+FAMILY = Family(
+    name="bert",
+    title="BERT",
+    embeddings={
+        "words": ("embeddings.word_embeddings", "vocab d"),
+        "positions": ("embeddings.position_embeddings", "positions d"),
+        "types": ("embeddings.token_type_embeddings", "types d"),
+    },
+    norms={"embedding": "embeddings.LayerNorm"},
+    layer="encoder.layer.{i}.",
+    linear={
+        "query": ("attention.self.query", "d d"),
+        "key": ("attention.self.key", "d d"),
+        "value": ("attention.self.value", "d d"),
+        "output": ("attention.output.dense", "d d"),
+        "up": ("intermediate.dense", "h d"),
+        "down": ("output.dense", "d h"),
+    },
+    layer_norms={"first": "attention.output.LayerNorm", "second": "output.LayerNorm"},
+    biases="all",
+    norm_bias=True,
+    transposed=False,
+    pre_norm=False,
+    causal=False,
+    keys=Keys(
+        fields={
+            "heads": Field(("num_attention_heads",)),
+            "eps": Field(("layer_norm_eps",), 1e-12),
+            "activation": Field(("hidden_act",), "gelu"),
+        },
+        rules=COMMON
+        | {
+            "model_type": neutral("bert"),
+            "architectures": every(r"(TF|Flax)?Bert(Model|LMHeadModel|For\w+)"),
+            "hidden_size": same("d"),
+            "num_hidden_layers": same("layers"),
+            "intermediate_size": same("h"),
+            "vocab_size": same("vocab"),
+            "max_position_embeddings": same("positions"),
+            "type_vocab_size": same("types"),
+            "position_embedding_type": neutral("absolute"),
+            "is_decoder": neutral(False),
+            "is_causal": neutral(False),
+            "directionality": neutral("bidi"),
+        },
+        harmless=HARMLESS,
+    ),
+    buffers={"embeddings.position_ids": _numbered, "embeddings.token_type_ids": _zeros},
+    unused=(
+        r"pooler\.dense\.(weight|bias)",
+        r"cls\.(predictions|seq_relationship)\..+",
+        r"(classifier|qa_outputs)\.(weight|bias)",
+    ),
+    doubt=_doubt,
+)
 
 
 class Bert(Transformer):
     """A BERT encoder; made by :func:`bert`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> None:
-        super().__init__(checkpoint, config)
-        self.prefix = prefix
-
-    def _norm(self, name: str) -> LayerNorm:
-        return layer_norm(self.checkpoint, self.prefix + name, self.config.dim, self.config.eps)
-
-    def _linear(self, name: str) -> tuple[Array, Array]:
-        d, read = self.config.dim, self.checkpoint.tensor
-        return read(f"{name}.weight", d, d), read(f"{name}.bias", d)
-
-    def _layer(self, index: int) -> ModelLayer:
-        c, stem = self.config, f"{self.prefix}encoder.layer.{index}."
-        (q, bq), (k, bk), (v, bv) = (self._linear(f"{stem}attention.self.{s}") for s in ("query", "key", "value"))
-        out, bo = self._linear(f"{stem}attention.output.dense")
-        before = f"encoder.layer.{index - 1}.output.LayerNorm" if index else "embeddings.LayerNorm"
-        return ModelLayer(
-            index,
-            Projections(q, k, v, out, bq, bk, bv, bo, c.num_heads, c.num_heads, masked=False),
-            self._norm(f"encoder.layer.{index}.attention.output.LayerNorm"),
-            self._norm(f"encoder.layer.{index}.output.LayerNorm"),
-            feed_forward(
-                self.checkpoint,
-                f"{stem}intermediate.dense",
-                f"{stem}output.dense",
-                activation=c.activation,
-                d=c.dim,
-            ),
-            False,
-            norm_domain(self._norm(before)),
-        )
-
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
-        d, read, stem = self.config.dim, self.checkpoint.tensor, f"{self.prefix}embeddings."
-        words, index = np.unique(token_ids, return_inverse=True)
-        X = read(f"{stem}word_embeddings.weight", None, d, rows=words)[index.reshape(token_ids.shape)]
-        X = X + read(f"{stem}position_embeddings.weight", None, d)[: token_ids.shape[1]]
-        X += read(f"{stem}token_type_embeddings.weight", None, d)[0]
-        return tokenwise(self._norm("embeddings.LayerNorm"), X)
-
-    def _final_norm(self) -> None:
-        return None
-
 
 def bert(
-    source: Checkpoint | Mapping[str, Any] | str | PathLike[str],
+    source: Source,
     *,
-    config: Mapping[str, Any] | str | PathLike[str] | None = None,
+    config: Config = None,
     num_heads: int | None = None,
     eps: float | None = None,
     activation: str | None = None,
@@ -82,7 +105,7 @@ def bert(
     Parameters
     ----------
     source : path, mapping of arrays, or Checkpoint
-        A ``.safetensors`` or ``.npz`` file or the folder of ``model.safetensors``.
+        A ``.safetensors`` or ``.npz`` file, an index of shards, or the folder of one of them.
     config : mapping or path, optional
         The model's ``config.json``; the one beside the file by default, where there is one.
     num_heads : int, optional
@@ -103,7 +126,8 @@ def bert(
     ImportError
         The extra ``models`` is not installed.
     ValueError
-        A damaged file, tensors that are missing or do not fit, an unknown number of heads, another architecture.
+        A damaged file, tensors that are missing, do not fit or are not known, an unknown number of heads, another
+        architecture, a key of the configuration that changes the map (the message names file and key).
 
     Examples
     --------
@@ -124,37 +148,11 @@ def bert(
     (Bert(layers=1, heads=2, dim=4), (2, 3, 4), ModelLayer(0, heads=2, kv_heads=2, dim=4))
     """
     checkpoint = open_checkpoint(source)
+    layout = FAMILY.fit(checkpoint)
     given = read_config(checkpoint, config)
-    kind = given.get("model_type", "bert")
-    position = given.get("position_embedding_type", "absolute")
-    if kind != "bert" or position != "absolute":
+    if num_heads is None and FAMILY.keys.read(given, "heads", checkpoint.origin) is None:
         raise ValueError(
-            f"a BERT model with absolute positions is required, received model_type {kind!r} with {position!r} positions; "
-            "build its layers from plain arrays with otattn.load_layer."
+            f"num_heads must be given: {checkpoint.origin} has no config.json with it beside it, and its tensors do not tell "
+            f"how many heads share the {layout.facts['d']} rows."
         )
-    prefix = checkpoint.prefix_of(_WORDS)
-    vocab, d = checkpoint.shapes[prefix + _WORDS][:2]
-    heads = num_heads if num_heads is not None else given.get("num_attention_heads")
-    if heads is None:
-        raise ValueError(
-            f"num_heads must be given: {checkpoint.origin} has no config.json beside it, and its tensors do not tell how many "
-            f"heads share the {d} rows."
-        )
-    layers = checkpoint.count_layers(lambda i: f"{prefix}encoder.layer.{i}.attention.self.query.weight")
-    return Bert(
-        checkpoint,
-        ModelConfig(
-            family="bert",
-            num_layers=whole(layers, "the number of layers", most=MAX_LAYERS),
-            num_heads=whole(heads, "num_heads", most=d),
-            num_kv_heads=whole(heads, "num_heads", most=d),
-            dim=d,
-            vocab_size=vocab,
-            max_length=checkpoint.shapes.get(f"{prefix}embeddings.position_embeddings.weight", (0,))[0],
-            eps=check.positive(eps if eps is not None else given.get("layer_norm_eps", 1e-12), "eps", zero=True),
-            activation=activation_name(activation or given.get("hidden_act", "gelu")),
-            pre_norm=False,
-            causal=False,
-        ),
-        prefix,
-    )
+    return Bert(layout, configure(layout, given, heads=num_heads, eps=eps, activation=activation))

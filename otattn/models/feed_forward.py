@@ -47,20 +47,26 @@ _FUNCTIONS: dict[str, tuple[Function, Function]] = {
     "silu": (lambda s: s * expit(s), _silu_slope),
     "tanh": (np.tanh, lambda s: 1.0 / np.cosh(np.clip(s, -350.0, 350.0)) ** 2),
 }
-_ALIASES = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
+_ALIASES = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "swish": "silu",
+    "gelu_python": "gelu",
+}
 
 
 def activation_name(name: str) -> str:
     """The activation's own name for the names that configuration files use."""
-    known = _ALIASES.get(name, name)
+    known = _ALIASES.get(name, name) if isinstance(name, str) else None
     if known not in _FUNCTIONS:
         raise ValueError(f"activation must be one of {sorted({*_FUNCTIONS, *_ALIASES})}, received {name!r}.")
-    return known
+    return str(known)
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class FeedForward(TokenwiseMap):
-    """``W (phi(G x) * (U x))`` with a gate G, else ``W phi(U x + b) + c``.
+    """``W (phi(G x + g) * (U x + b)) + c`` with a gate G, else ``W phi(U x + b) + c``.
 
     Parameters
     ----------
@@ -73,8 +79,10 @@ class FeedForward(TokenwiseMap):
         files are understood.
     gate : array_like (h, d), optional
         G, as in the Llama family.
-    up_bias : array_like (h,), optional
+    up_bias, gate_bias : array_like (h,), optional
+        b and g.
     down_bias : array_like (e,), optional
+        c.
 
     Examples
     --------
@@ -88,6 +96,7 @@ class FeedForward(TokenwiseMap):
     gate: Array | None
     up_bias: Array | None
     down_bias: Array | None
+    gate_bias: Array | None
 
     def __init__(
         self,
@@ -98,7 +107,10 @@ class FeedForward(TokenwiseMap):
         gate: ArrayLike | None = None,
         up_bias: ArrayLike | None = None,
         down_bias: ArrayLike | None = None,
+        gate_bias: ArrayLike | None = None,
     ) -> None:
+        if gate is None and gate_bias is not None:
+            raise ValueError("gate_bias must come with a gate, received none; drop it or give gate.")
         U = check.matrix(up, "up")
         W = check.matrix(down, "down", shape=(None, len(U)))
         fields = {
@@ -108,6 +120,7 @@ class FeedForward(TokenwiseMap):
             "gate": None if gate is None else check.frozen(check.matrix(gate, "gate", shape=U.shape)),
             "up_bias": None if up_bias is None else check.frozen(check.vector(up_bias, "up_bias", size=len(U))),
             "down_bias": None if down_bias is None else check.frozen(check.vector(down_bias, "down_bias", size=len(W))),
+            "gate_bias": None if gate_bias is None else check.frozen(check.vector(gate_bias, "gate_bias", size=len(U))),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -123,10 +136,13 @@ class FeedForward(TokenwiseMap):
     def _inner(self, x: Array) -> Array:
         return x @ self.up.T if self.up_bias is None else x @ self.up.T + self.up_bias
 
+    def _gated(self, x: Array, gate: Array) -> Array:
+        return x @ gate.T if self.gate_bias is None else x @ gate.T + self.gate_bias
+
     def _map(self, x: Array) -> Array:
         phi = _FUNCTIONS[self.activation][0]
         s = self._inner(x)
-        s = phi(s) if self.gate is None else phi(x @ self.gate.T) * s
+        s = phi(s) if self.gate is None else phi(self._gated(x, self.gate)) * s
         out = s @ self.down.T
         return np.asarray(out if self.down_bias is None else out + self.down_bias)
 
@@ -136,7 +152,7 @@ class FeedForward(TokenwiseMap):
         s = self._inner(x)
         if self.gate is None:
             return slope(s), None
-        g = x @ self.gate.T
+        g = self._gated(x, self.gate)
         return phi(g), slope(g) * s
 
     def _jvp(self, x: Array, v: Array) -> Array:

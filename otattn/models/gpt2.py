@@ -1,76 +1,95 @@
-"""GPT-2 decoders: absolute positions, LayerNorm before each part, causal mask."""
+"""GPT-2 decoders: absolute positions, LayerNorm before each part and at the end, causal mask."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn import _validate as check
-from otattn.attention import LayerNorm
-from otattn.models.checkpoint import Checkpoint, open_checkpoint
-from otattn.models.feed_forward import activation_name
-from otattn.models.layer import ModelLayer, Projections, norm_domain
-from otattn.models.transformer import MAX_LAYERS, ModelConfig, Transformer, feed_forward, layer_norm, read_config, whole
+from otattn.models.family import Family
+from otattn.models.keys import COMMON, Field, Keys, Rule, every, neutral, same
+from otattn.models.opening import Config, Source, configure, read_config
+from otattn.models.shards import open_checkpoint
+from otattn.models.transformer import Transformer
 
 __all__ = ["GPT2", "gpt2"]
 
-Array = NDArray[np.float64]
 HEAD_DIM = 64
+
+
+def _triangle(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
+    n = values.shape[-1] if values.ndim else 0
+    square = values.ndim >= 2 and values.size == n * n
+    return None if square and np.array_equal(values.reshape(n, n), np.tri(n)) else "ones up to the diagonal"
+
+
+def _minus_infinity(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
+    return None if values.size == 1 and values.item() <= -1e4 else "one number of at most -1e4"
+
+
+def _hidden() -> Rule:
+    """None is four times the dimension."""
+
+    def rule(value: Any, facts: Mapping[str, Any]) -> str | None:
+        wanted = 4 * facts["d"] if value is None else value
+        return None if wanted == facts["h"] and not isinstance(value, bool) else f"{facts['h']}, as the tensors have it"
+
+    return rule
+
+
+FAMILY = Family(
+    name="gpt2",
+    title="GPT-2",
+    embeddings={"words": ("wte", "vocab d"), "positions": ("wpe", "positions d")},
+    norms={"final": "ln_f"},
+    layer="h.{i}.",
+    linear={
+        "fused": ("attn.c_attn", "d 3d"),
+        "output": ("attn.c_proj", "d d"),
+        "up": ("mlp.c_fc", "d h"),
+        "down": ("mlp.c_proj", "h d"),
+    },
+    layer_norms={"first": "ln_1", "second": "ln_2"},
+    biases="all",
+    norm_bias=True,
+    transposed=True,  # Conv1D: y = x W + b
+    pre_norm=True,
+    causal=True,
+    keys=Keys(
+        fields={
+            "heads": Field(("n_head", "num_attention_heads")),
+            "eps": Field(("layer_norm_epsilon",), 1e-5),
+            "activation": Field(("activation_function",), "gelu_new"),
+        },
+        rules=COMMON
+        | {
+            "model_type": neutral("gpt2"),
+            "architectures": every(r"(TF|Flax)?GPT2(Model|LMHeadModel|DoubleHeadsModel|For\w+)"),
+            **dict.fromkeys(("n_embd", "hidden_size"), same("d")),
+            **dict.fromkeys(("n_layer", "num_hidden_layers"), same("layers")),
+            **dict.fromkeys(("n_positions", "n_ctx", "max_position_embeddings"), same("positions")),
+            "vocab_size": same("vocab"),
+            "n_inner": _hidden(),
+            "scale_attn_weights": neutral(True),
+            "scale_attn_by_inverse_layer_idx": neutral(False),
+            "is_causal": neutral(True),
+        },
+    ),
+    layer_buffers={"attn.bias": _triangle, "attn.masked_bias": _minus_infinity},
+    unused=(r"(lm_head|score|classifier)\.(weight|bias)", r"multiple_choice_head\.summary\.(weight|bias)"),
+)
 
 
 class GPT2(Transformer):
     """A GPT-2 decoder; made by :func:`gpt2`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> None:
-        super().__init__(checkpoint, config)
-        self.prefix = prefix
-
-    def _norm(self, name: str) -> LayerNorm:
-        return layer_norm(self.checkpoint, self.prefix + name, self.config.dim, self.config.eps)
-
-    def _layer(self, index: int) -> ModelLayer:
-        c, stem, read = self.config, f"{self.prefix}h.{index}.", self.checkpoint.tensor
-        d = c.dim
-        # Conv1D: y = x W + b, queries, keys and values side by side
-        q, k, v = np.split(read(f"{stem}attn.c_attn.weight", d, 3 * d).T, 3)
-        bq, bk, bv = np.split(read(f"{stem}attn.c_attn.bias", 3 * d), 3)
-        out, bo = read(f"{stem}attn.c_proj.weight", d, d).T, read(f"{stem}attn.c_proj.bias", d)
-        first = self._norm(f"h.{index}.ln_1")
-        return ModelLayer(
-            index,
-            Projections(q, k, v, out, bq, bk, bv, bo, c.num_heads, c.num_heads, masked=True),
-            first,
-            self._norm(f"h.{index}.ln_2"),
-            feed_forward(
-                self.checkpoint,
-                f"{stem}mlp.c_fc",
-                f"{stem}mlp.c_proj",
-                activation=c.activation,
-                d=d,
-                transposed=True,
-            ),
-            True,
-            norm_domain(first),
-        )
-
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
-        d, read = self.config.dim, self.checkpoint.tensor
-        words, index = np.unique(token_ids, return_inverse=True)
-        X = read(f"{self.prefix}wte.weight", None, d, rows=words)[index.reshape(token_ids.shape)]
-        return np.asarray(X + read(f"{self.prefix}wpe.weight", None, d)[: token_ids.shape[1]])
-
-    def _final_norm(self) -> LayerNorm:
-        return self._norm("ln_f")
-
 
 def gpt2(
-    source: Checkpoint | Mapping[str, Any] | str | PathLike[str],
+    source: Source,
     *,
-    config: Mapping[str, Any] | str | PathLike[str] | None = None,
+    config: Config = None,
     num_heads: int | None = None,
     eps: float | None = None,
     activation: str | None = None,
@@ -101,41 +120,18 @@ def gpt2(
     ImportError
         The extra ``models`` is not installed.
     ValueError
-        A damaged file, tensors that are missing or do not fit, another architecture or scaling of the logits.
+        A damaged file, tensors that are missing, do not fit or are not known, another architecture, a key of the
+        configuration that changes the map, such as another scaling of the logits (the message names file and key).
     """
     checkpoint = open_checkpoint(source)
+    layout = FAMILY.fit(checkpoint)
     given = read_config(checkpoint, config)
-    kind = given.get("model_type", "gpt2")
-    if kind != "gpt2" or given.get("scale_attn_by_inverse_layer_idx") or given.get("scale_attn_weights") is False:
-        raise ValueError(
-            f"a GPT-2 model with logits over sqrt(k) is required, received model_type {kind!r} or another scaling; "
-            "build its layers from plain arrays with otattn.load_layer."
-        )
-    prefix = checkpoint.prefix_of("wte.weight")
-    vocab, d = checkpoint.shapes[f"{prefix}wte.weight"][:2]
-    heads = num_heads if num_heads is not None else given.get("n_head", given.get("num_attention_heads"))
-    if heads is None:
+    heads, d = num_heads, layout.facts["d"]
+    if heads is None and FAMILY.keys.read(given, "heads", checkpoint.origin) is None:
         if d % HEAD_DIM:
             raise ValueError(
-                f"num_heads must be given: {checkpoint.origin} has no config.json beside it, and its dimension {d} is no "
-                f"multiple of {HEAD_DIM}."
+                f"num_heads must be given: {checkpoint.origin} has no config.json with it beside it, and its dimension {d} is "
+                f"no multiple of {HEAD_DIM}."
             )
         heads = d // HEAD_DIM
-    layers = checkpoint.count_layers(lambda i: f"{prefix}h.{i}.attn.c_attn.weight")
-    return GPT2(
-        checkpoint,
-        ModelConfig(
-            family="gpt2",
-            num_layers=whole(layers, "the number of layers", most=MAX_LAYERS),
-            num_heads=whole(heads, "num_heads", most=d),
-            num_kv_heads=whole(heads, "num_heads", most=d),
-            dim=d,
-            vocab_size=vocab,
-            max_length=checkpoint.shapes.get(f"{prefix}wpe.weight", (0,))[0],
-            eps=check.positive(eps if eps is not None else given.get("layer_norm_epsilon", 1e-5), "eps", zero=True),
-            activation=activation_name(activation or given.get("activation_function", "gelu_new")),
-            pre_norm=True,
-            causal=True,
-        ),
-        prefix,
-    )
+    return GPT2(layout, configure(layout, given, heads=heads, eps=eps, activation=activation))

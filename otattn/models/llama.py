@@ -3,112 +3,188 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn import _validate as check
-from otattn.attention import RMSNorm
-from otattn.models.checkpoint import Checkpoint, open_checkpoint
-from otattn.models.feed_forward import FeedForward, activation_name
+from otattn.models.family import Family
 from otattn.models.gguf_file import GGUFCheckpoint
-from otattn.models.layer import ModelLayer, Projections, norm_domain
-from otattn.models.transformer import MAX_LAYERS, ModelConfig, Transformer, read_config, whole
+from otattn.models.keys import COMMON, Field, Keys, every, neutral, same
+from otattn.models.llama_keys import attention_scale, gguf_scaling, has_biases, one_base, rotary_options
+from otattn.models.opening import Config, Source, configure, read_config
+from otattn.models.shards import open_checkpoint
+from otattn.models.transformer import Transformer
 
 __all__ = ["Llama", "llama"]
 
-Array = NDArray[np.float64]
+_STORED_DIGITS = 2.0**-6
+"""Relative: frequencies that were stored in half precision (bfloat16: 2^-8); any scaling is off by far more."""
 
-_GGUF = {
-    "embed": "token_embd",
-    "final": "output_norm",
-    "layer": "blk.{i}.",
-    "query": "attn_q",
-    "key": "attn_k",
-    "value": "attn_v",
-    "output": "attn_output",
-    "first": "attn_norm",
-    "second": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+
+def _frequencies(values: NDArray[np.float64], facts: Mapping[str, Any]) -> str | None:
+    turned = facts["rotary"]["rotary_dim"]
+    expected = facts["rotary"]["base"] ** (-np.arange(0, turned, 2) / turned)
+    close = values.shape == expected.shape and np.allclose(values, expected, rtol=_STORED_DIGITS, atol=1e-7)
+    return None if close else "the frequencies base^(-2t/r)"
+
+
+def _ones(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
+    return None if (values == 1.0).all() else "ones (no scaled frequencies)"
+
+
+def _doubt(given: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    act = given.get("hidden_act")
+    return None if act in (None, "silu", "swish") else f"its activation is {act!r}, as in Gemma, whose norms differ"
+
+
+SHAPES = {
+    "query": "q d",
+    "key": "k d",
+    "value": "v d",
+    "output": "d o",
+    "gate": "h d",
+    "up": "h d",
+    "down": "d h",
 }
-_HUGGING_FACE = {
-    "embed": "embed_tokens",
-    "final": "norm",
-    "layer": "layers.{i}.",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "first": "input_layernorm",
-    "second": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+
+
+def _linear(**names: str) -> dict[str, tuple[str, str]]:
+    return {use: (names[use], shape) for use, shape in SHAPES.items()}
+
+
+HUGGING_FACE = Family(
+    name="llama",
+    title="Llama",
+    embeddings={"words": ("embed_tokens", "vocab d")},
+    norms={"final": "norm"},
+    layer="layers.{i}.",
+    linear=_linear(
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.o_proj",
+        gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+    ),
+    layer_norms={"first": "input_layernorm", "second": "post_attention_layernorm"},
+    biases="any",
+    norm_bias=False,
+    transposed=False,
+    pre_norm=True,
+    causal=True,
+    keys=Keys(
+        fields={
+            "heads": Field(("num_attention_heads",)),
+            "kv_heads": Field(("num_key_value_heads",)),
+            "eps": Field(("rms_norm_eps",), 1e-6),
+            "activation": Field(("hidden_act",), "silu"),
+            "max_length": Field(("max_position_embeddings",)),
+            "base": Field(("rope_theta",)),
+        },
+        rules=COMMON
+        | {
+            "model_type": neutral("llama"),
+            "architectures": every(r"(TF|Flax)?L[Ll]a[Mm]a(Model|For\w+)"),
+            "hidden_size": same("d"),
+            "num_hidden_layers": same("layers"),
+            "intermediate_size": same("h"),
+            "vocab_size": same("vocab"),
+            "head_dim": same("width"),
+            "attention_bias": has_biases("attention"),
+            "mlp_bias": has_biases("mlp"),
+            "rope_scaling": rotary_options,
+            "rope_parameters": rotary_options,
+            "partial_rotary_factor": neutral(1.0),
+            "rope_interleaved": neutral(False),
+            "rope_theta": one_base,
+            "layer_types": every("full_attention"),
+            "is_llama_config": neutral(True),
+            "is_causal": neutral(True),
+        },
+    ),
+    buffers={"rotary_emb.inv_freq": _frequencies},
+    layer_buffers={"self_attn.rotary_emb.inv_freq": _frequencies},
+    unused=(r"(lm_head|score|classifier|qa_outputs)\.(weight|bias)",),
+    rotary="half",
+    doubt=_doubt,
+)
+
+GGUF = Family(
+    name="llama",
+    title="Llama",
+    embeddings={"words": ("token_embd", "vocab d")},
+    norms={"final": "output_norm"},
+    layer="blk.{i}.",
+    linear=_linear(
+        query="attn_q",
+        key="attn_k",
+        value="attn_v",
+        output="attn_output",
+        gate="ffn_gate",
+        up="ffn_up",
+        down="ffn_down",
+    ),
+    layer_norms={"first": "attn_norm", "second": "ffn_norm"},
+    biases="any",
+    norm_bias=False,
+    transposed=False,
+    pre_norm=True,
+    causal=True,
+    keys=Keys(
+        fields={
+            "heads": Field(("llama.attention.head_count",)),
+            "kv_heads": Field(("llama.attention.head_count_kv",)),
+            "eps": Field(("llama.attention.layer_norm_rms_epsilon",)),
+            "activation": Field((), "silu"),
+            "max_length": Field(("llama.context_length",)),
+            "base": Field(("llama.rope.freq_base",), 10_000.0),
+            "rotary_dim": Field(("llama.rope.dimension_count",)),
+        },
+        rules={
+            "general.architecture": neutral("llama"),
+            "general.type": neutral("model"),
+            "llama.vocab_size": same("vocab"),
+            "llama.embedding_length": same("d"),
+            "llama.block_count": same("layers"),
+            "llama.feed_forward_length": same("h"),
+            "llama.attention.key_length": same("width"),
+            "llama.attention.value_length": same("value_width"),
+            "llama.rope.scaling.type": gguf_scaling,
+            "llama.rope.scaling.attn_factor": neutral(1.0),
+            "llama.rope.scaling.yarn_ext_factor": neutral(0.0, -1.0),
+            "llama.rope.scaling.yarn_attn_factor": neutral(1.0),
+            "llama.rope.scaling.yarn_log_multiplier": neutral(0.0),
+            # llama.cpp reads 0 as no scaling
+            **dict.fromkeys(("llama.rope.scaling.factor", "llama.rope.scale_linear"), neutral(1.0, 0.0)),
+            "llama.attention.scale": attention_scale,
+            "llama.attention.causal": neutral(True),
+            **dict.fromkeys(
+                ("llama.attention.clamp_kqv", "llama.attention.max_alibi_bias", "llama.attention.sliding_window"),
+                neutral(0.0),
+            ),
+            **dict.fromkeys(("llama.expert_count", "llama.expert_used_count"), neutral(0)),
+            **dict.fromkeys(("llama.logit_scale", "llama.residual_scale", "llama.embedding_scale"), neutral(0.0, 1.0)),
+            "llama.use_parallel_residual": neutral(False),
+            "llama.tensor_data_layout": neutral("Meta AI original pth"),
+        },
+        harmless=frozenset(
+            {"llama.rope.scaling.original_context_length", "llama.rope.scaling.finetuned", "llama.attention.dropout"}
+        ),
+        namespaces=("general.", "tokenizer.", "split.", "quantize.", "imatrix.", "mradermacher."),
+    ),
+    buffers={"rope_freqs.weight": _ones},
+    unused=(r"output\.(weight|bias)",),
+    rotary="adjacent",
+)
 
 
 class Llama(Transformer):
     """A Llama-type decoder; made by :func:`llama`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, names: Mapping[str, str], prefix: str) -> None:
-        super().__init__(checkpoint, config)
-        self.names, self.prefix = names, prefix
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.checkpoint.tensor(f"{name}.weight", self.config.dim), eps=self.config.eps)
-
-    def _layer(self, index: int) -> ModelLayer:
-        c, names, read = self.config, self.names, self.checkpoint.tensor
-        stem, d = self.prefix + names["layer"].format(i=index), c.dim
-        maps = {part: read(f"{stem}{names[part]}.weight", None, d) for part in ("query", "key", "value", "gate", "up")}
-        out, down = (read(f"{stem}{names[part]}.weight", d, None) for part in ("output", "down"))
-        biases = {part: self._bias(f"{stem}{names[part]}") for part in ("query", "key", "value", "output")}
-        first = self._norm(stem + names["first"])
-        return ModelLayer(
-            index,
-            Projections(
-                maps["query"],
-                maps["key"],
-                maps["value"],
-                out,
-                biases["query"],
-                biases["key"],
-                biases["value"],
-                biases["output"],
-                c.num_heads,
-                c.num_kv_heads,
-                masked=True,
-                rotary=c.rotary,
-            ),
-            first,
-            self._norm(stem + names["second"]),
-            FeedForward(maps["up"], down, activation=c.activation, gate=maps["gate"]),
-            True,
-            norm_domain(first),
-        )
-
-    def _bias(self, name: str) -> Array | None:
-        full = f"{name}.bias"
-        return self.checkpoint.tensor(full, None) if full in self.checkpoint else None
-
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
-        words, index = np.unique(token_ids, return_inverse=True)
-        name = f"{self.prefix}{self.names['embed']}.weight"
-        return self.checkpoint.tensor(name, None, self.config.dim, rows=words)[index.reshape(token_ids.shape)]
-
-    def _final_norm(self) -> RMSNorm:
-        return self._norm(self.prefix + self.names["final"])
-
-
-def llama(
-    source: Checkpoint | Mapping[str, Any] | str | PathLike[str],
-    *,
-    config: Mapping[str, Any] | str | PathLike[str] | None = None,
-) -> Llama:
+def llama(source: Source, *, config: Config = None) -> Llama:
     """A Llama-type model from a GGUF file, or from a checkpoint with the names of Hugging Face.
 
     Heads are :class:`RotaryAttention`: the form A depends on the offset ``i - j``. With grouped-query attention several
@@ -122,7 +198,8 @@ def llama(
     Parameters
     ----------
     source : path, mapping of arrays, or Checkpoint
-        A ``.gguf``, ``.safetensors`` or ``.npz`` file.
+        A ``.gguf``, ``.safetensors`` or ``.npz`` file, an index of shards, the first part of a split GGUF file, or the
+        folder of one of them.
     config : mapping or path, optional
         For a checkpoint that is no GGUF file: ``config.json``, the one beside the file by default.
 
@@ -136,7 +213,9 @@ def llama(
     ImportError
         The extra ``models`` is not installed.
     ValueError
-        A damaged file, tensors that are missing or do not fit, another architecture, scaled rotary frequencies.
+        A damaged file, tensors that are missing, do not fit or are not known, another architecture, a key of the
+        configuration or of the metadata that changes the map, such as scaled or partial rotary frequencies and windows
+        (the message names file and key).
 
     References
     ----------
@@ -144,83 +223,23 @@ def llama(
     generalized multi-query transformer models", 2023.
     """
     checkpoint = open_checkpoint(source)
-    if isinstance(checkpoint, GGUFCheckpoint):
-        names, prefix, values = _GGUF, "", _from_gguf(checkpoint)
-    else:
-        names, prefix = _HUGGING_FACE, checkpoint.prefix_of("embed_tokens.weight")
-        values = _from_config(read_config(checkpoint, config), checkpoint)
-    stem = prefix + names["layer"]
-    layers = checkpoint.count_layers(lambda i: f"{stem.format(i=i)}{names['query']}.weight")
-    shape = checkpoint.shapes.get(f"{prefix}{names['embed']}.weight", ())
-    if len(shape) != 2:
-        raise ValueError(f"{checkpoint.origin} must hold a matrix of embeddings, received shape {shape}; another file?")
-    heads = whole(values["num_heads"], "the number of heads", most=1 << 16)
-    width = checkpoint.shapes[f"{stem.format(i=0)}{names['query']}.weight"][0] // heads
-    turned = width if values["rotary_dim"] is None else whole(values["rotary_dim"], "the rotary dimension", most=width)
-    return Llama(
-        checkpoint,
-        ModelConfig(
-            family="llama",
-            num_layers=whole(layers, "the number of layers", most=MAX_LAYERS),
-            num_heads=heads,
-            num_kv_heads=whole(values["num_kv_heads"] or heads, "the number of key-value heads", most=heads),
-            dim=shape[1],
-            vocab_size=shape[0],
-            max_length=None if values["max_length"] is None else whole(values["max_length"], "the context length"),
-            eps=check.positive(values["eps"], "eps", zero=True),
-            activation=activation_name(values["activation"]),
-            pre_norm=True,
-            causal=True,
-            rotary={"base": check.positive(values["base"], "base"), "layout": values["layout"], "rotary_dim": turned},
-        ),
-        names,
-        prefix,
-    )
-
-
-def _from_gguf(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
-    meta = checkpoint.metadata
-    kind = meta.get("general.architecture")
-    scaling = meta.get("llama.rope.scaling.type", "none")
-    if kind != "llama" or scaling != "none" or "rope_freqs.weight" in checkpoint:
+    family = GGUF if isinstance(checkpoint, GGUFCheckpoint) else HUGGING_FACE
+    given = read_config(checkpoint, config)
+    if isinstance(checkpoint, GGUFCheckpoint) and given.get("general.architecture") != "llama":
         raise ValueError(
-            f"{checkpoint.origin} must be of the llama type without scaled rotary frequencies, received architecture "
-            f"{kind!r} with scaling {scaling!r}; build its layers with RotaryAttention."
+            f"{checkpoint.origin} must be of the llama type, received general.architecture "
+            f"{given.get('general.architecture')!r}; build its layers from plain arrays."
         )
-    if "llama.attention.head_count" not in meta:
-        raise ValueError(f"{checkpoint.origin} must give llama.attention.head_count, received {sorted(meta)[:5]}, ...")
-    return {
-        "num_heads": meta["llama.attention.head_count"],
-        "num_kv_heads": meta.get("llama.attention.head_count_kv"),
-        "rotary_dim": meta.get("llama.rope.dimension_count"),
-        "max_length": meta.get("llama.context_length"),
-        "eps": meta.get("llama.attention.layer_norm_rms_epsilon", 1e-5),
-        "activation": "silu",
-        "base": meta.get("llama.rope.freq_base", 10_000.0),
-        "layout": "adjacent",
-    }
-
-
-def _from_config(given: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    rope = given.get("rope_parameters") or {}
-    scaled = given.get("rope_scaling") or rope.get("rope_type", "default") != "default"
-    if given.get("model_type", "llama") != "llama" or scaled:
-        raise ValueError(
-            f"a Llama model without scaled rotary frequencies is required, received model_type {given.get('model_type')!r} "
-            f"(scaled: {bool(scaled)}); build its layers with RotaryAttention."
-        )
-    if "num_attention_heads" not in given:
-        raise ValueError(
-            f"num_attention_heads must be in the configuration of {checkpoint.origin}, received {sorted(given)}; give config="
-            "with the model's config.json."
-        )
-    return {
-        "num_heads": given["num_attention_heads"],
-        "num_kv_heads": given.get("num_key_value_heads"),
-        "rotary_dim": None,
-        "max_length": given.get("max_position_embeddings"),
-        "eps": given.get("rms_norm_eps", 1e-6),
-        "activation": given.get("hidden_act", "silu"),
-        "base": given.get("rope_theta", rope.get("rope_theta", 10_000.0)),
-        "layout": "half",
-    }
+    layout = family.fit(checkpoint)
+    for use in ("heads", "eps"):
+        if family.keys.read(given, use, checkpoint.origin) is None:
+            key = family.keys.fields[use].keys[0]
+            raise ValueError(
+                f"{key} must be in the configuration of {checkpoint.origin}, received {sorted(given)[:5]}, ...; give config= "
+                "with the model's config.json."
+            )
+    base = family.keys.read(given, "base", checkpoint.origin)
+    for key in ("rope_parameters", "rope_scaling"):
+        inner = given.get(key)
+        base = inner.get("rope_theta") or base if isinstance(inner, dict) else base
+    return Llama(layout, configure(layout, given, rotary={"base": 10_000.0 if base is None else base}))

@@ -11,12 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.models._extra import need
-from otattn.models.checkpoint import FileCheckpoint, existing, read_json
-from otattn.models.gguf_file import GGUFCheckpoint
-from otattn.models.transformer import Transformer
+from otattn.models.files import existing
+from otattn.models.tokenizer import named_failure
 
-__all__ = ["load_tokenizer", "locate", "read_text", "text_windows"]
+__all__ = ["locate", "read_text", "text_windows"]
 
 MAX_TEXT = 256 * 2**20
 _ENDS = ("[CLS]", "[SEP]")
@@ -71,76 +69,6 @@ def read_text(path: str | PathLike[str]) -> str:
         raise ValueError(f"{file} must be UTF-8 text, received other bytes ({exc}); convert it.") from exc
 
 
-def load_tokenizer(source: Transformer | str | PathLike[str]) -> Any:
-    """The tokenizer of a model: ``tokenizer.json`` or ``vocab.txt`` beside its weights, or that of its GGUF file.
-
-    Parameters
-    ----------
-    source : Transformer or path
-        A model read from a file, the file of its weights, or ``tokenizer.json`` itself.
-
-    Returns
-    -------
-    tokenizers.Tokenizer
-        Without truncation and padding.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no tokenizer.
-    ImportError
-        The extra ``models`` is not installed.
-    ValueError
-        The tokenizer is damaged or of a kind that is not known here.
-    """
-    library = need("tokenizers")
-    checkpoint = source.checkpoint if isinstance(source, Transformer) else None
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return _from_gguf(checkpoint, library)
-    if checkpoint is not None and not isinstance(checkpoint, FileCheckpoint):
-        raise FileNotFoundError(
-            "the model was built from arrays, which have no tokenizer; give the path of tokenizer.json."
-        )
-    path = checkpoint.path if isinstance(checkpoint, FileCheckpoint) else existing(source)  # type: ignore[arg-type]
-    if path.suffix == ".gguf":
-        return _from_gguf(GGUFCheckpoint(path), library)
-    file = path if path.suffix == ".json" else path.parent / "tokenizer.json"
-    if file.is_file():
-        read_json(file)  # names the file when it is damaged
-        try:
-            tokenizer = library.Tokenizer.from_file(str(file))
-        except Exception as exc:  # the library raises plain Exception
-            raise ValueError(f"{file} must be a tokenizer of the tokenizers package, but is not ({exc}).") from exc
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-    words = path.parent / "vocab.txt"
-    if not words.is_file():
-        raise FileNotFoundError(
-            f"{path.parent} must hold tokenizer.json or vocab.txt, received neither; copy it there."
-        )
-    return library.BertWordPieceTokenizer(str(words))
-
-
-def _from_gguf(checkpoint: GGUFCheckpoint, library: Any) -> Any:
-    """Byte-level BPE from the metadata."""
-    kind, split = (checkpoint.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    known = {"gpt-2": False, "default": False, "smollm": True}
-    if kind != "gpt2" or split not in known:
-        raise ValueError(
-            f"{checkpoint.origin} must have a byte-level BPE tokenizer split like {sorted(known)}, received {kind!r} and "
-            f"{split!r}; give token_ids from the model's own tokenizer."
-        )
-    tokens = checkpoint.items("tokenizer.ggml.tokens")
-    merges = [tuple(m.split(" ", 1)) for m in checkpoint.items("tokenizer.ggml.merges")]
-    pre = library.pre_tokenizers
-    tokenizer = library.Tokenizer(library.models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    parts = [pre.Digits(individual_digits=True)] if known[split] else []
-    tokenizer.pre_tokenizer = pre.Sequence([*parts, pre.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = library.decoders.ByteLevel()
-    return tokenizer
-
-
 def text_windows(
     text: str | PathLike[str],
     tokenizer: Any,
@@ -157,7 +85,7 @@ def text_windows(
     text : str or path
         The text itself when it is a ``str``, a file when it is a ``Path``.
     tokenizer : tokenizers.Tokenizer
-        Of the model, see :func:`load_tokenizer`.
+        Of the model, see :func:`otattn.models.load_tokenizer`.
     length : int
         Tokens a window, at least 3, special ones included.
     count : int, optional
@@ -187,7 +115,8 @@ def text_windows(
             )
         marks = []
     body = size - len(marks)
-    pieces = tokenizer.encode(content, add_special_tokens=False).ids
+    with named_failure("tokenizer must encode the text, but failed"):
+        pieces = tokenizer.encode(content, add_special_tokens=False).ids
     step = body if stride is None else check.count(stride, "stride")
     full = max(0, (len(pieces) - body) // step + 1)
     wanted = full if count is None else check.count(count, "count")

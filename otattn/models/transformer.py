@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention import LayerNorm, SoftmaxAttention
+from otattn.attention import LayerNorm, RMSNorm, SoftmaxAttention
 from otattn.data.layer import SampleLayer
-from otattn.models.checkpoint import Checkpoint, FileCheckpoint, read_json
+from otattn.models.family import Buffer, Layout
 from otattn.models.feed_forward import FeedForward
-from otattn.models.layer import ModelLayer, tokenwise
+from otattn.models.layer import ModelLayer, Projections, norm_domain, tokenwise
 
-__all__ = ["ModelConfig", "Transformer", "read_config"]
+__all__ = ["ModelConfig", "Transformer"]
 
 Array = NDArray[np.float64]
 Ids = NDArray[np.int64]
-MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -47,17 +43,22 @@ class ModelConfig:
     rotary: dict[str, float | int | str] | None = None
 
 
-class Transformer(ABC):
+class Transformer:
     """A transformer whose layers are read from its checkpoint when they are asked for (nothing is kept).
+
+    One forward pass for all architectures: what differs is in the table of the family.
 
     Attributes
     ----------
+    layout : Layout
+        The table, fitted to the checkpoint.
     checkpoint : Checkpoint
     config : ModelConfig
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        self.checkpoint, self.config = checkpoint, config
+    def __init__(self, layout: Layout, config: ModelConfig) -> None:
+        self.layout, self.checkpoint, self.config = layout, layout.checkpoint, config
+        self._hold(layout.family.buffers, layout.prefix)
 
     @property
     def layers(self) -> LayerSequence:
@@ -68,15 +69,78 @@ class Transformer(ABC):
     def num_layers(self) -> int:
         return self.config.num_layers
 
-    @abstractmethod
-    def _layer(self, index: int) -> ModelLayer: ...
+    def _hold(self, buffers: Mapping[str, Buffer], stem: str) -> None:
+        """Buffers that are there hold what this forward pass uses in their place."""
+        for name, rule in buffers.items():
+            full = stem + name
+            required = rule(self.checkpoint.buffer(full), self._facts) if full in self.checkpoint else None
+            if required is not None:
+                raise ValueError(
+                    f"{full} in {self.checkpoint.origin} must hold {required}, received other values; the model uses "
+                    "positions or masks that are not known here."
+                )
 
-    @abstractmethod
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return {**self.layout.facts, "rotary": self.config.rotary}
+
+    def _norm(self, name: str) -> LayerNorm | RMSNorm:
+        read, d, eps = self.checkpoint.tensor, self.config.dim, self.config.eps
+        names = self.layout.norm(name)
+        gain = read(names[0], d)
+        return LayerNorm(gain, read(names[1], d), eps=eps) if len(names) > 1 else RMSNorm(gain, eps=eps)
+
+    def _linear(self, index: int, use: str) -> tuple[Array, Array | None]:
+        """Matrix and bias in the convention ``y = W x + b``."""
+        W, name = self.checkpoint.tensor(self.layout.weight(index, use)), self.layout.bias(index, use)
+        W = W.T if self.layout.family.transposed else W
+        return W, None if name is None else self.checkpoint.tensor(name, len(W))
+
+    def _layer(self, index: int) -> ModelLayer:
+        family, c, stem = self.layout.family, self.config, self.layout.stem(index)
+        self._hold(family.layer_buffers, stem)
+        maps = {use: self._linear(index, use) for use in family.linear}
+        if "fused" in maps:
+            W, b = maps.pop("fused")
+            biases: Any = (None,) * 3 if b is None else np.split(b, 3)
+            maps |= dict(zip(("query", "key", "value"), zip(np.split(W, 3), biases, strict=True), strict=True))
+        (q, bq), (k, bk), (v, bv), (out, bo) = (maps[use] for use in ("query", "key", "value", "output"))
+        (up, b_up), (down, b_down), (gate, b_gate) = (maps.get(use, (None, None)) for use in ("up", "down", "gate"))
+        assert up is not None
+        assert down is not None
+        first = self._norm(stem + family.layer_norms["first"])
+        if c.pre_norm:
+            before = first
+        elif index:
+            before = self._norm(self.layout.stem(index - 1) + family.layer_norms["second"])
+        else:
+            before = self._norm(self.layout.prefix + family.norms["embedding"])
+        return ModelLayer(
+            index,
+            Projections(q, k, v, out, bq, bk, bv, bo, c.num_heads, c.num_kv_heads, masked=c.causal, rotary=c.rotary),
+            first,
+            self._norm(stem + family.layer_norms["second"]),
+            FeedForward(up, down, activation=c.activation, gate=gate, up_bias=b_up, down_bias=b_down, gate_bias=b_gate),
+            c.pre_norm,
+            norm_domain(before),
+        )
+
     def embed(self, token_ids: Ids) -> Array:
         """What enters the first layer, ``(windows, n, d)``."""
+        family, d, read = self.layout.family, self.config.dim, self.checkpoint.tensor
+        tables = {use: f"{self.layout.prefix}{name}.weight" for use, (name, _) in family.embeddings.items()}
+        words, index = np.unique(token_ids, return_inverse=True)
+        X = read(tables["words"], None, d, rows=words)[index.reshape(token_ids.shape)]
+        if "positions" in tables:
+            X = X + read(tables["positions"], None, d, rows=np.arange(token_ids.shape[1]))
+        if "types" in tables:  # one text: all tokens are of the first type
+            X = X + read(tables["types"], None, d)[0]
+        norm = family.norms.get("embedding")
+        return np.asarray(X) if norm is None else tokenwise(self._norm(self.layout.prefix + norm), X)
 
-    @abstractmethod
-    def _final_norm(self) -> LayerNorm | None: ...
+    def _final_norm(self) -> LayerNorm | RMSNorm | None:
+        name = self.layout.family.norms.get("final")
+        return None if name is None else self._norm(self.layout.prefix + name)
 
     def ids(self, token_ids: ArrayLike) -> Ids:
         """``token_ids`` as ``(windows, n)`` integers of the vocabulary."""
@@ -211,46 +275,3 @@ class LayerSequence(Sequence[ModelLayer]):
         if isinstance(index, slice):
             return [self._model._layer(i) for i in range(*index.indices(len(self)))]
         return self._model._layer(self._model.index(index))
-
-
-def read_config(checkpoint: Checkpoint, config: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, Any]:
-    """The configuration: a mapping, a file, or ``config.json`` beside the checkpoint (empty when there is none)."""
-    if isinstance(config, Mapping):
-        return dict(config)
-    if config is not None:
-        return read_json(Path(config))
-    if isinstance(checkpoint, FileCheckpoint):
-        beside = checkpoint.path.parent / "config.json"
-        if beside.is_file():
-            return read_json(beside)
-    return {}
-
-
-def whole(value: Any, name: str, *, most: int = 1 << 30) -> int:
-    """A positive integer from a configuration."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-        raise ValueError(f"{name} must be an integer from 1 to {most}, received {value!r}; check the configuration.")
-    return int(value)
-
-
-def feed_forward(
-    checkpoint: Checkpoint, up: str, down: str, *, activation: str, d: int, transposed: bool = False
-) -> FeedForward:
-    """A plain feed-forward part from the names of its two linear maps (``.weight`` and ``.bias``)."""
-    U = checkpoint.tensor(f"{up}.weight", *((d, None) if transposed else (None, d)))
-    W = checkpoint.tensor(f"{down}.weight", *((None, d) if transposed else (d, None)))
-    if transposed:
-        U, W = U.T, W.T
-    return FeedForward(
-        U,
-        W,
-        activation=activation,
-        up_bias=checkpoint.tensor(f"{up}.bias", len(U)),
-        down_bias=checkpoint.tensor(f"{down}.bias", d),
-    )
-
-
-def layer_norm(checkpoint: Checkpoint, name: str, d: int, eps: float) -> LayerNorm:
-    """LayerNorm by its name; old checkpoints say gamma and beta for weight and bias."""
-    gain, bias = ("gamma", "beta") if f"{name}.gamma" in checkpoint else ("weight", "bias")
-    return LayerNorm(checkpoint.tensor(f"{name}.{gain}", d), checkpoint.tensor(f"{name}.{bias}", d), eps=eps)

@@ -122,6 +122,7 @@ def test_byte_level_tokenizer(weights: syn.Weights, tmp_path: Path) -> None:
         writer.add_token_list(tokens)
         writer.add_token_merges(["a b", "Ġ ab", "1 2"])
 
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][: len(tokens)]
     write(tmp_path / "x.gguf", weights, change=vocabulary)
     tokenizer = load_tokenizer(llama(tmp_path / "x.gguf"))
     # digits are split before merging, so "12" stays two tokens
@@ -137,7 +138,7 @@ def test_other_architectures_are_refused(weights: syn.Weights, tmp_path: Path) -
     with pytest.raises(ValueError, match="llama type"):
         llama(tmp_path / "x.gguf")
     write(tmp_path / "y.gguf", weights, change=lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR))
-    with pytest.raises(ValueError, match="scaling 'linear'"):
+    with pytest.raises(ValueError, match="rope.scaling.type .* received 'linear'"):
         llama(tmp_path / "y.gguf")
 
 
@@ -163,14 +164,14 @@ HOSTILE = {
     "version": (header(0, 0, version=1), "version 2 or 3"),
     "tensors": (header(2**60, 0), "at most"),
     "keys": (header(0, 2**60), "at most"),
-    "string": (header(0, 1, struct.pack("<Q", 2**60)), "at most"),
+    "string": (header(0, 1, struct.pack("<Q", 2**60) + b"\0" * 8), "at most"),
     "list": (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 6, 2**60)), "at most"),
     "list beyond the end": (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 6, 2**20)), "cut off"),
     "strings beyond the end": (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 8, 2**20)), "cut off"),
     "lists of lists": (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 9, 1)), "scalars or strings"),
     "type": (header(0, 1, text(b"k") + struct.pack("<I", 77)), "code 77"),
     "key twice": (header(0, 2, 2 * (text(b"k") + struct.pack("<IB", 0, 1))), "once"),
-    "dimensions": (header(1, 0, text(b"t") + struct.pack("<I", 2**31)), "dimensions"),
+    "dimensions": (header(1, 0, text(b"t") + struct.pack("<I", 2**31) + b"\0" * 24), "dimensions"),
     "size": (header(1, 0, text(b"t") + struct.pack("<IQQIQ", 2, 2**63, 2, 0, 0)), "at most"),
     "alignment": (header(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 0)), "alignment"),
 }
@@ -194,11 +195,10 @@ def test_hostile_headers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dims", "code", "message"),
-    [((2**39, 1), 0, "at most"), ((8, 8), 0, "cut off"), ((8, 1), 99, "code 99"), ((5, 2), 3, "multiples of 32")],
+    [((2**39, 1), 0, "cut off"), ((8, 8), 0, "cut off"), ((8, 1), 99, "code 99"), ((5, 2), 3, "multiples of 32")],
 )
 def test_hostile_tensors(dims: tuple[int, int], code: int, message: str, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     file.write_bytes(header(1, 0, text(b"t") + struct.pack("<IQQIQ", 2, *dims, code, 0)) + b"\0" * 96)
-    checkpoint = open_checkpoint(file)
     with pytest.raises(ValueError, match=message):
-        checkpoint.tensor("t")
+        open_checkpoint(file)

@@ -1,0 +1,141 @@
+"""Opening a model: its table is fitted to the checkpoint, its configuration checked key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from otattn.models.checkpoint import Checkpoint
+from otattn.models.family import Layout
+from otattn.models.feed_forward import activation_name
+from otattn.models.files import read_json
+from otattn.models.gguf_file import GGUFCheckpoint
+from otattn.models.keys import number, whole
+from otattn.models.transformer import ModelConfig
+
+__all__ = ["Config", "Source", "configure", "read_config"]
+
+Source = Checkpoint | Mapping[str, Any] | str | PathLike[str]
+Config = Mapping[str, Any] | str | PathLike[str] | None
+
+
+def read_config(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
+    """The configuration: a mapping, a file, or ``config.json`` beside the checkpoint (empty when there is none)."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        if config is not None:
+            raise ValueError(
+                f"config must be left out for {checkpoint.origin}: a GGUF file carries its own configuration."
+            )
+        return _metadata(checkpoint)
+    if isinstance(config, Mapping):
+        return dict(config)
+    if config is not None:
+        path = Path(config)
+        return read_json(path / "config.json" if path.is_dir() else path)
+    if checkpoint.folder is not None and (checkpoint.folder / "config.json").is_file():
+        return read_json(checkpoint.folder / "config.json")
+    return {}
+
+
+def _metadata(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
+    """Scalars and numeric lists; lists of strings, which only tokenizers have, by their length."""
+    out = dict(checkpoint.metadata)
+    for key, size in checkpoint.lists.items():
+        long = size > 1 << 16 or key.startswith("tokenizer.")
+        out[key] = f"a list of {size}" if long else checkpoint.items(key)
+    words = checkpoint.lists.get("tokenizer.ggml.tokens")
+    rows = checkpoint.shapes.get("token_embd.weight", (words,))[0]
+    if words is not None and words != rows:
+        raise ValueError(
+            f"tokenizer.ggml.tokens in {checkpoint.origin} must have as many entries as token_embd.weight has rows, {rows}, "
+            f"received {words}; the file is damaged or mixed."
+        )
+    return out
+
+
+def configure(
+    layout: Layout, given: Mapping[str, Any], *, rotary: Mapping[str, Any] | None = None, **override: Any
+) -> ModelConfig:
+    """The numbers of a model: from the tensors, the configuration, and what the caller gives in its place.
+
+    Parameters
+    ----------
+    layout : Layout
+    given : mapping
+        The configuration.
+    rotary : mapping, optional
+        Base of the frequencies; layout and turned coordinates come on top.
+    **override : heads, eps, activation
+        None leaves the configuration's.
+    """
+    family, facts, origin = layout.family, layout.facts, layout.checkpoint.origin
+    given = _per_layer(given, facts["layers"]) if isinstance(layout.checkpoint, GGUFCheckpoint) else given
+
+    def read(name: str) -> Any:
+        value = override.get(name)
+        return family.keys.read(given, name, origin) if value is None else value
+
+    heads = whole(read("heads"), "num_heads", most=1 << 16)
+    groups = heads if "kv_heads" not in family.keys.fields else whole(read("kv_heads") or heads, "num_kv_heads")
+    _fit_heads(layout, heads, groups)
+    # what contradicts the tensors is told before what is merely unknown
+    family.keys.check(given, {**facts, "given": given}, origin)
+    doubt = family.doubt(given, facts) if given.get("model_type") is None else None
+    if doubt is not None:
+        raise ValueError(f"{origin} must be a {family.title} model, but {doubt}; give config= with its model_type.")
+    length = facts.get("positions")
+    if "max_length" in family.keys.fields:
+        length = read("max_length")
+        length = None if length is None else whole(length, "the context length")
+    turned = None
+    if family.rotary is not None and rotary is not None:
+        width = facts["width"]
+        given_turned = family.keys.read(given, "rotary_dim", origin) if "rotary_dim" in family.keys.fields else None
+        turned = {
+            "base": number(rotary["base"], "the base of the rotary frequencies"),
+            "layout": family.rotary,
+            "rotary_dim": width if given_turned is None else whole(given_turned, "the rotary dimension", most=width),
+        }
+    return ModelConfig(
+        family=family.name,
+        num_layers=facts["layers"],
+        num_heads=heads,
+        num_kv_heads=groups,
+        dim=facts["d"],
+        vocab_size=facts["vocab"],
+        max_length=length,
+        eps=number(read("eps"), "eps", most=1.0),
+        activation=activation_name(read("activation")),
+        pre_norm=family.pre_norm,
+        causal=family.causal,
+        rotary=turned,
+    )
+
+
+def _fit_heads(layout: Layout, heads: int, groups: int) -> None:
+    """Heads share the rows evenly; their widths become facts."""
+    facts = layout.facts
+    q, k, v, out = (facts.get(side, facts["d"]) for side in ("q", "k", "v", "o"))
+    if heads % groups or q % heads or k % groups or v % groups or q // heads != k // groups:
+        raise ValueError(
+            f"num_heads and num_kv_heads must divide {q} and {k} rows (and {v} of values) into heads of one width, and one "
+            f"another, in {layout.checkpoint.origin}, received {heads} and {groups}; check the configuration."
+        )
+    if out != heads * (v // groups):
+        raise ValueError(
+            f"the output matrices in {layout.checkpoint.origin} must have {heads * (v // groups)} columns for {heads} heads of "
+            f"{v // groups} values, received {out}; check the configuration."
+        )
+    facts.update(heads=heads, kv_heads=groups, width=q // heads, value_width=v // groups)
+
+
+def _per_layer(given: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Lists with one equal entry a layer are that entry; others stay, and are refused where they count."""
+    return {
+        key: value[0]
+        if isinstance(value, list) and len(value) == layers and all(v == value[0] for v in value)
+        else value
+        for key, value in given.items()
+    }
