@@ -17,6 +17,7 @@ __all__ = [
     "moderate",
     "points",
     "positive",
+    "real_dtype",
     "resolution",
     "rng_from",
     "vector",
@@ -90,18 +91,22 @@ def _as_numbers(value: Any, name: str) -> NDArray[Any]:
         raise ValueError(str(exc)) from None
     except Exception as exc:
         raise ValueError(f"{name} must be an array of numbers, received {type(value).__name__} ({exc}).") from exc
-    if raw.dtype.kind in "biuf" or _is_small_float(raw.dtype):
-        return raw
-    if raw.dtype.kind == "V" and raw.dtype.names is None and raw.dtype.itemsize == 2:
+    if hasattr(value, "toarray") and raw.dtype.kind == "O":
+        raise ValueError(f"{name} must be a dense array, received {type(value).__name__}; call its toarray() first.")
+    real_dtype(raw.dtype, name)
+    return raw
+
+
+def real_dtype(dtype: np.dtype[Any], name: str) -> None:
+    """Refuse a type of array that does not cast to float64."""
+    if dtype.kind in "biuf" or _is_small_float(dtype):
+        return
+    if dtype.kind == "V" and dtype.names is None and dtype.itemsize == 2:
         raise ValueError(
-            f"{name} must be an array of real numbers, received dtype {raw.dtype}, two bytes without a meaning (numpy "
+            f"{name} must be an array of real numbers, received dtype {dtype}, two bytes without a meaning (numpy "
             "stores bfloat16 so); convert it to float32 before saving it, or view it as ml_dtypes.bfloat16."
         )
-    if hasattr(value, "toarray"):
-        raise ValueError(f"{name} must be a dense array, received {type(value).__name__}; call its toarray() first.")
-    raise ValueError(
-        f"{name} must be an array of real numbers, received dtype {raw.dtype}; convert it to float64 first."
-    )
+    raise ValueError(f"{name} must be an array of real numbers, received dtype {dtype}; convert it to float64 first.")
 
 
 def _refuse_masked(value: Any, name: str) -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import lzma
-import math
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-__all__ = ["MAX_BYTES", "read_npy", "read_npz"]
+from otattn.data.npy_header import Header, Refused, read_header
+
+__all__ = ["MAX_BYTES", "outline_npy", "outline_npz", "read_npy", "read_npz"]
 
 MAX_BYTES = 4 * 2**30
-"""Most bytes that the arrays read from one file may take together, uncompressed."""
+"""Most bytes that the arrays read from one file may become together, as float64."""
+EXPANSION = 64
+"""Arrays may become this many times the file (8 bytes for each byte of an array of int8, compressed eight times) ..."""
+ALWAYS = 64 * 2**20
+"""... or so many bytes. An archive that claims more than both claims what no layer needs."""
+_CHUNK = 2**20
 
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -38,11 +42,20 @@ _DAMAGE = (
     UnicodeError,
     NotImplementedError,  # a compression method that zipfile lacks
     RuntimeError,  # an encrypted member
+    MemoryError,
 )
 
-
-class _Refused(ValueError):
-    """A refusal that already says everything; passed on as it is."""
+_KINDS: tuple[tuple[bytes, str, str], ...] = (
+    (b"\x93NUMPY", "one array (.npy)", "save named arrays with numpy.savez"),
+    (b"PK", "an archive (.npz or another zip)", "save the one array with numpy.save"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "run git lfs pull"),
+    (b"\x89HDF\r\n", "an HDF5 file", "save the arrays with numpy"),
+    (b"GGUF", "a GGUF checkpoint", "use otattn.models"),
+    (b"\x1f\x8b", "a gzip archive", "unpack it"),
+    (b"{", "JSON text", "save the arrays with numpy"),
+    (b"[", "JSON text", "save the arrays with numpy"),
+    (b"\x80", "a pickle, which is never loaded", "save the arrays with numpy"),
+)
 
 
 def read_npz(
@@ -56,7 +69,8 @@ def read_npz(
     keys : collection of str, optional
         Names to read, where the file has them; all by default. Other members are not even opened.
     max_bytes : int
-        Refuse a file whose arrays (those that are read) exceed this many bytes.
+        Refuse a file whose arrays (those that are read) become more bytes than this as float64, or more than 64 MiB
+        and 64 times the file. All headers are looked at before any array is read.
 
     Raises
     ------
@@ -65,37 +79,138 @@ def read_npz(
     ValueError
         The file is no npz file, is damaged, holds pickled objects, or is too large.
     """
-    file = _existing(path)
-    with _one_error(file, "an .npz file of plain arrays"):
-        if not zipfile.is_zipfile(file):
-            raise _Refused(f"{file} must be an .npz file, received something else; write it with numpy.savez.")
-        out: dict[str, NDArray[Any]] = {}
-        left = max_bytes
-        with zipfile.ZipFile(file) as archive:
-            for member in archive.infolist():
-                name = member.filename.removesuffix(".npy")
-                if name == member.filename or (keys is not None and name not in keys):
-                    continue
-                if name in out:
-                    raise _Refused(f"{file} must name each array once, received {name!r} twice; write it again.")
-                with archive.open(member) as stream:
-                    out[name] = _read_array(stream, f"{name!r} in {file}", member.file_size, left, max_bytes)
-                left -= out[name].nbytes
+    with _archive(path) as (file, archive):
+        headers = _headers(file, archive, keys, _allowance(file, max_bytes))
+        out = {}
+        for name, (member, _) in headers.items():
+            with archive.open(member) as stream:
+                label = f"{name!r} in {file}"
+                out[name] = _data(stream, read_header(stream, label), label)
     return out
 
 
+def outline_npz(
+    path: str | PathLike[str], keys: Collection[str] | None = None, *, max_bytes: int = MAX_BYTES
+) -> dict[str, NDArray[Any]]:
+    """Arrays with the names, shapes and types of those in an ``.npz`` file, all zero: no data are read, no memory is taken."""
+    with _archive(path) as (file, archive):
+        headers = _headers(file, archive, keys, _allowance(file, max_bytes))
+        return {name: header.outline() for name, (_, header) in headers.items()}
+
+
 def read_npy(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
-    """The array of an ``.npy`` file; errors as in :func:`read_npz`."""
+    """The array of an ``.npy`` file; limits and errors as in :func:`read_npz`."""
+    with _single(path, max_bytes) as (file, stream, header):
+        return _data(stream, header, str(file))
+
+
+def outline_npy(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
+    """An array of the shape and type of that in an ``.npy`` file, as in :func:`outline_npz`."""
+    with _single(path, max_bytes) as (_, _, header):
+        return header.outline()
+
+
+@contextmanager
+def _archive(path: str | PathLike[str]) -> Iterator[tuple[Path, zipfile.ZipFile]]:
     file = _existing(path)
-    with _one_error(file, "an .npy file of one plain array"):
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
-            return _read_array(stream, str(file), size, max_bytes, max_bytes)
+    with _one_error(file, "an .npz file of plain arrays"):
+        if not zipfile.is_zipfile(file):
+            raise Refused(f"{file} must be an .npz file, received {_kind(file)}.")
+        with zipfile.ZipFile(file) as archive:
+            yield file, archive
+
+
+@contextmanager
+def _single(path: str | PathLike[str], max_bytes: int) -> Iterator[tuple[Path, IO[bytes], Header]]:
+    file = _existing(path)
+    with _one_error(file, "an .npy file of one plain array"), open(file, "rb") as stream:
+        if stream.read(6) != b"\x93NUMPY":
+            raise Refused(f"{file} must be an .npy file of one array, received {_kind(file)}.")
+        stream.seek(0)
+        header = read_header(stream, str(file))
+        _check_size(header, str(file), file.stat().st_size - stream.tell(), _allowance(file, max_bytes))
+        yield file, stream, header
+
+
+def _headers(
+    file: Path, archive: zipfile.ZipFile, keys: Collection[str] | None, allowed: int
+) -> dict[str, tuple[zipfile.ZipInfo, Header]]:
+    """Members and headers of the arrays that are wanted, their sizes checked together."""
+    out: dict[str, tuple[zipfile.ZipInfo, Header]] = {}
+    left = allowed
+    for member in archive.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name == member.filename or (keys is not None and name not in keys):
+            continue
+        label = f"{name!r} in {file}"
+        if name in out:
+            raise Refused(f"{file} must name each array once, received {name!r} twice; write it again.")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise Refused(f"{label} must be stored or deflated, as numpy does it, received another compression.")
+        with archive.open(member) as stream:
+            header = read_header(stream, label)
+            _check_size(header, label, member.file_size - stream.tell(), left, allowed)
+        out[name] = member, header
+        left -= header.working_bytes
+    return out
+
+
+def _allowance(file: Path, max_bytes: int) -> int:
+    return min(max_bytes, max(ALWAYS, EXPANSION * file.stat().st_size))
+
+
+def _check_size(header: Header, name: str, stored: int, left: int, allowed: int | None = None) -> None:
+    """The bytes there are against those of the header, and what they become against what is allowed."""
+    if header.nbytes > stored:
+        raise Refused(
+            f"{name} must hold {header.nbytes} bytes for shape {header.shape}, received {stored}; the file is damaged."
+        )
+    if header.nbytes < stored:
+        raise Refused(
+            f"{name} must hold one array, {header.nbytes} bytes for shape {header.shape}, received {stored}; "
+            "write each array alone."
+        )
+    if header.working_bytes > left:
+        raise Refused(
+            f"the arrays must become at most {allowed if allowed is not None else left} bytes together (as float64, and "
+            f"for a file of this size), received {header.working_bytes} for {name} of shape {header.shape}; read less, or "
+            "save them uncompressed."
+        )
+
+
+def _data(stream: IO[bytes], header: Header, name: str) -> NDArray[Any]:
+    """The array behind a header whose size has been checked."""
+    buffer = np.empty(header.nbytes, dtype=np.uint8)
+    for start in range(0, header.nbytes, _CHUNK):
+        part = stream.read(min(_CHUNK, header.nbytes - start))
+        if len(part) < min(_CHUNK, header.nbytes - start):
+            raise Refused(f"{name} must hold {header.nbytes} bytes, received {start + len(part)}; the file is cut off.")
+        buffer[start : start + len(part)] = np.frombuffer(part, dtype=np.uint8)
+    if stream.read(1):  # reaching the end makes zipfile compare the checksum
+        raise Refused(f"{name} must hold {header.nbytes} bytes, received more; the file is damaged.")
+    flat = buffer.view(header.dtype)
+    return flat.reshape(header.shape[::-1]).T if header.fortran_order else flat.reshape(header.shape)
+
+
+def _kind(file: Path) -> str:
+    """What a file is instead, told by its first bytes, and what to do."""
+    with open(file, "rb") as stream:
+        start = stream.read(64).lstrip()
+    if not start:
+        return "an empty file; copy it again"
+    for magic, what, fix in _KINDS:
+        if start.startswith(magic):
+            return f"{what}; {fix}"
+    return "something else; write it with numpy.savez (named arrays) or numpy.save (one array)"
 
 
 def _existing(path: str | PathLike[str]) -> Path:
     file = Path(path)
-    if not file.exists():
+    try:
+        known = file.exists()
+    except (OSError, ValueError) as exc:  # a name that is too long, or holds a null
+        raise ValueError(f"{str(path)!r} must be the name of a file, but is not ({exc}); check it.") from exc
+    if not known:
         raise FileNotFoundError(f"{file} must be an existing file, received a path where there is none; check it.")
     if not file.is_file():
         raise ValueError(f"{file} must be a file, received a directory or a device; name the file in it.")
@@ -107,40 +222,13 @@ def _one_error(file: Path, what: str) -> Iterator[None]:
     """Turn every way in which a damaged file can fail into one ValueError."""
     try:
         yield
-    except _Refused as exc:
+    except Refused as exc:
         raise ValueError(str(exc)) from None
+    except PermissionError:
+        raise
     except _DAMAGE as exc:
         raise ValueError(
             f"{file} must be {what}, but reading it failed ({type(exc).__name__}: {exc}); it is "
             "damaged or incomplete, "
             "copy or write it again."
         ) from exc
-
-
-_HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
-    (1, 0): npy.read_array_header_1_0,
-    (2, 0): npy.read_array_header_2_0,
-}
-
-
-def _read_array(stream: IO[bytes], name: str, size: int, left: int, limit: int) -> NDArray[Any]:
-    """One array; its header is compared with the bytes there are before any memory is taken."""
-    if size > left + 2**16:  # the header comes on top
-        raise _Refused(f"the arrays must take at most {limit} bytes together, received {size} for {name}; read less.")
-    version = npy.read_magic(stream)
-    if version not in _HEADERS:
-        raise _Refused(f"{name} must be in npy format 1.0 or 2.0, received {version}; save it with a current numpy.")
-    shape, fortran_order, dtype = _HEADERS[version](stream)
-    if dtype.hasobject:
-        raise _Refused(f"{name} must be an array of numbers, received pickled objects, which are never loaded.")
-    if dtype.itemsize == 0 or min(shape, default=1) < 0:
-        raise _Refused(f"{name} must be an array of numbers, received dtype {dtype} and shape {shape}.")
-    need = math.prod(shape) * dtype.itemsize
-    if need > size:
-        raise _Refused(f"{name} must hold {need} bytes for shape {shape}, received {size}; the file is damaged.")
-    data = stream.read(need)
-    if len(data) != need:
-        raise _Refused(f"{name} must hold {need} bytes for shape {shape}, received {len(data)}; the file is cut off.")
-    stream.read(io.DEFAULT_BUFFER_SIZE)  # reaching the end makes zipfile compare the checksum
-    flat = np.frombuffer(data, dtype=dtype)
-    return flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import MultiHeadAttention, SoftmaxAttention
-from otattn.data.archive import read_npy, read_npz
+from otattn.data.archive import outline_npy, outline_npz, read_npy, read_npz
 
 __all__ = ["SampleLayer", "load_layer"]
 
@@ -77,7 +78,9 @@ class SampleLayer:
         return f"SampleLayer(heads={len(self.heads)}, dim={d}, windows={windows} of {length} tokens)"
 
 
-def load_layer(weights_npz: str | PathLike[str], tokens_npy: str | PathLike[str] | None = None) -> SampleLayer:
+def load_layer(
+    weights_npz: str | PathLike[str], tokens_npy: str | PathLike[str] | None = None, *, with_tokens: bool = True
+) -> SampleLayer:
     r"""A layer from a user's own ``.npz`` file.
 
     Parameters
@@ -92,6 +95,13 @@ def load_layer(weights_npz: str | PathLike[str], tokens_npy: str | PathLike[str]
         and ``token_ids``.
     tokens_npy : path, optional
         Tokens ``(n, d)`` or ``(windows, n, d)`` in an ``.npy`` file; they replace ``hidden_states``.
+    with_tokens : bool
+        False leaves out the tokens that the weights file may hold.
+
+    Notes
+    -----
+    All shapes are checked in the headers of the files before any array is read, arrays that are not needed are not
+    read, and arrays that would become more than 4 GiB as float64 (or far more than the file) are refused.
 
     Raises
     ------
@@ -101,15 +111,21 @@ def load_layer(weights_npz: str | PathLike[str], tokens_npy: str | PathLike[str]
         Missing or contradictory keys, shapes that do not fit, pickled or non-finite data, a damaged or
         oversized file.
     """
-    arrays = read_npz(weights_npz, KEYS)
-    tokens = arrays.get("hidden_states") if tokens_npy is None else read_npy(tokens_npy)
+    own = with_tokens and tokens_npy is None
+    wanted = KEYS if own else KEYS - {"hidden_states", "token_ids"}
     name = "hidden_states" if tokens_npy is None else "tokens_npy"
-    ids = arrays.get("token_ids") if tokens_npy is None else None
-    return build_layer(arrays, tokens, ids, origin=f"read from {weights_npz}", tokens_name=name)
+    shapes = outline_npz(weights_npz, wanted)
+    if "num_heads" in shapes and shapes["num_heads"].size == 1:
+        shapes |= read_npz(weights_npz, ["num_heads"])
+    outline = shapes.get("hidden_states") if tokens_npy is None else outline_npy(tokens_npy)
+    _check_shapes(shapes, outline, shapes.get("token_ids"), name)
+    arrays = read_npz(weights_npz, wanted)
+    tokens = arrays.get("hidden_states") if tokens_npy is None else read_npy(tokens_npy)
+    return build_layer(arrays, tokens, arrays.get("token_ids"), origin=f"read from {weights_npz}", tokens_name=name)
 
 
 def build_layer(
-    arrays: dict[str, NDArray[Any]],
+    arrays: Mapping[str, NDArray[Any]],
     tokens: NDArray[Any] | None,
     token_ids: NDArray[Any] | None,
     *,
@@ -117,6 +133,24 @@ def build_layer(
     tokens_name: str = "hidden_states",
 ) -> SampleLayer:
     """The layer of named arrays, all shapes checked."""
+    _check_shapes(arrays, tokens, token_ids, tokens_name)
+    heads = _from_matrices(arrays) if "A" in arrays else _from_weights(arrays)
+    outputs = _outputs(arrays, heads, summed="A" in arrays)
+    bias = check.vector(arrays["output_bias"], "output_bias") if "output_bias" in arrays else None
+    attention = MultiHeadAttention(heads, outputs, output_bias=bias)
+    states = _windows(tokens, tokens_name, heads[0].in_dim)
+    ids = None
+    if token_ids is not None:
+        ids = token_ids.astype(np.int64).reshape(states.shape[:2])
+        ids.flags.writeable = False
+    assert attention.outputs is not None
+    return SampleLayer(states, heads, attention.outputs, attention, ids, origin)
+
+
+def _check_shapes(
+    arrays: Mapping[str, NDArray[Any]], tokens: NDArray[Any] | None, token_ids: NDArray[Any] | None, tokens_name: str
+) -> None:
+    """Names, shapes and types of arrays, or of their outlines (the number of heads is read)."""
     weights = [key for key in PROJECTIONS if key in arrays]
     matrices = [key for key in MATRICES if key in arrays]
     if weights and matrices:
@@ -132,38 +166,41 @@ def build_layer(
             f"the file must hold {', '.join(wanted)} (or the matrices A and V), received {sorted(arrays)}; "
             f"missing: {', '.join(missing)}."
         )
-    heads = _from_matrices(arrays) if matrices else _from_weights(arrays)
-    outputs = _outputs(arrays, heads, summed=bool(matrices))
-    bias = None
-    if "output_bias" in arrays:
-        bias = check.vector(arrays["output_bias"], "output_bias", size=len(outputs[0]))
-    attention = MultiHeadAttention(heads, outputs, output_bias=bias)
-    states = _windows(tokens, tokens_name, heads[0].in_dim)
-    ids = None
-    if token_ids is not None:
-        if token_ids.dtype.kind not in "iu" or token_ids.size != states.shape[0] * states.shape[1]:
+    for key, array in arrays.items():
+        if key not in ("num_heads", "token_ids"):
+            check.real_dtype(array.dtype, key)
+    h, e, d = _check_matrices(arrays) if matrices else _check_weights(arrays)
+    outputs = e if matrices else h * e
+    if "output_weight" in arrays:
+        W = arrays["output_weight"]
+        if W.ndim != 2 or W.shape[1] != h * e or not W.size:
             raise ValueError(
-                f"token_ids must hold one integer a token, {states.shape[:2]}, received "
-                f"{token_ids.dtype} of shape "
-                f"{token_ids.shape}; drop it or write it again."
+                f"output_weight must have shape (any, {h * e}), received {W.shape}; check it or transpose it."
             )
-        ids = token_ids.astype(np.int64).reshape(states.shape[:2])
-        ids.flags.writeable = False
-    assert attention.outputs is not None
-    return SampleLayer(states, heads, attention.outputs, attention, ids, origin)
+        outputs = len(W)
+    if "output_bias" in arrays and arrays["output_bias"].shape != (outputs,):
+        raise ValueError(f"output_bias must have {outputs} entries, received shape {arrays['output_bias'].shape}.")
+    if tokens is None:
+        return
+    check.real_dtype(tokens.dtype, tokens_name)
+    if tokens.ndim not in (2, 3) or tokens.size == 0 or tokens.shape[-1] != d:
+        raise ValueError(
+            f"{tokens_name} must have shape (n, {d}) or (windows, n, {d}), received {tokens.shape}; check it or transpose it."
+        )
+    if token_ids is not None and (token_ids.dtype.kind not in "iu" or token_ids.size != tokens.size // d):
+        raise ValueError(
+            f"token_ids must hold one integer a token, {tokens.shape[:-1]}, received "
+            f"{token_ids.dtype} of shape "
+            f"{token_ids.shape}; drop it or write it again."
+        )
 
 
 def _windows(tokens: NDArray[Any] | None, name: str, d: int) -> Array:
+    """Tokens as windows; their shape has been checked."""
     if tokens is None:
         return check.frozen(np.zeros((0, 0, d)))
     out = check.as_float_array(tokens, name)
-    if out.ndim == 2:
-        out = out[None]
-    if out.ndim != 3 or out.size == 0 or out.shape[2] != d:
-        raise ValueError(
-            f"{name} must have shape (n, {d}) or (windows, n, {d}), received {tokens.shape}; check it or transpose it."
-        )
-    return check.frozen(out)
+    return check.frozen(out[None] if out.ndim == 2 else out)
 
 
 def _head_count(value: NDArray[Any]) -> int:
@@ -176,9 +213,13 @@ def _head_count(value: NDArray[Any]) -> int:
     return int(value.item())
 
 
-def _from_weights(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ...]:
+def _check_weights(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
+    """Number of heads, dimension of a head's values and of the tokens."""
     h = _head_count(arrays["num_heads"])
-    Q, K, V = (check.matrix(arrays[key], key) for key in PROJECTIONS)
+    Q, K, V = (arrays[key] for key in PROJECTIONS)
+    for key in PROJECTIONS:
+        if arrays[key].ndim != 2 or not arrays[key].size:
+            raise ValueError(f"{key} must have 2 dimensions, none of them 0, received shape {arrays[key].shape}.")
     if K.shape != Q.shape:
         raise ValueError(
             f"key_weight must have the shape {Q.shape} of query_weight, received {K.shape}; repeat "
@@ -192,6 +233,15 @@ def _from_weights(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ..
             raise ValueError(
                 f"{key} must have a multiple of num_heads = {h} rows, received shape {W.shape}; correct num_heads."
             )
+    for key, W in zip(BIASES, (Q, K, V), strict=True):
+        if key in arrays and arrays[key].shape != (len(W),):
+            raise ValueError(f"{key} must have {len(W)} entries, received shape {arrays[key].shape}.")
+    return h, len(V) // h, Q.shape[1]
+
+
+def _from_weights(arrays: Mapping[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ...]:
+    h = _head_count(arrays["num_heads"])
+    Q, K, V = (check.matrix(arrays[key], key) for key in PROJECTIONS)
     biases: list[list[Array | None]] = []
     for key, W in zip(BIASES, (Q, K, V), strict=True):
         b = check.vector(arrays[key], key, size=len(W)).reshape(h, -1) if key in arrays else None
@@ -205,33 +255,40 @@ def _from_weights(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ..
     )
 
 
-def _from_matrices(arrays: dict[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ...]:
-    A, V = (check.as_float_array(arrays[key], key) for key in MATRICES)
-    if A.ndim == 2 and V.ndim == 2:
-        A, V = A[None], V[None]
-    if A.ndim != 3 or V.ndim != 3 or len(A) != len(V) or not 1 <= len(A) <= MAX_HEADS:
+def _check_matrices(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
+    """As `_check_weights`, for the matrices A and V."""
+    shapes = [(1, *arrays[key].shape) if arrays[key].ndim == 2 else arrays[key].shape for key in MATRICES]
+    A, V = shapes
+    stacked = len(A) == len(V) == 3 and arrays["A"].ndim == arrays["V"].ndim and A[0] == V[0]
+    if not stacked or 0 in (*A, *V) or A[0] > MAX_HEADS or not A[1] == A[2] == V[2]:
         raise ValueError(
             "A and V must be one matrix each, (d, d) and (e, d), or stacked, (h, d, d) and (h, e, "
             "d), received "
             f"{arrays['A'].shape} and {arrays['V'].shape}; stack them with numpy.stack."
         )
-    h = len(A)
+    h, e, d = V
     if "num_heads" in arrays and _head_count(arrays["num_heads"]) != h:
         raise ValueError(f"num_heads must be {h}, the length of A, received {arrays['num_heads'].item()}; drop it.")
-    rows: dict[str, list[Array | None]] = {}
-    for key, size in (("bias", A.shape[1]), ("value_bias", V.shape[1])):
-        if key not in arrays:
-            rows[key] = [None] * h
-            continue
-        b = check.as_float_array(arrays[key], key)
-        if b.size != h * size:
-            raise ValueError(f"{key} must have shape ({h}, {size}), received {b.shape}; give one row a head.")
-        rows[key] = list(b.reshape(h, size))
+    for key, size in (("bias", d), ("value_bias", e)):
+        if key in arrays and arrays[key].size != h * size:
+            raise ValueError(f"{key} must have shape ({h}, {size}), received {arrays[key].shape}; give one row a head.")
+    return h, e, d
+
+
+def _from_matrices(arrays: Mapping[str, NDArray[Any]]) -> tuple[SoftmaxAttention, ...]:
+    A, V = (check.as_float_array(arrays[key], key) for key in MATRICES)
+    if A.ndim == 2:
+        A, V = A[None], V[None]
+    h = len(A)
+    rows: dict[str, list[Array | None]] = {"bias": [None] * h, "value_bias": [None] * h}
+    for key in rows:
+        if key in arrays:
+            rows[key] = list(check.as_float_array(arrays[key], key).reshape(h, -1))
     each = zip(A, V, *rows.values(), strict=True)
     return tuple(SoftmaxAttention(a, v, bias=c, value_bias=b) for a, v, c, b in each)
 
 
-def _outputs(arrays: dict[str, NDArray[Any]], heads: tuple[SoftmaxAttention, ...], *, summed: bool) -> list[Array]:
+def _outputs(arrays: Mapping[str, NDArray[Any]], heads: tuple[SoftmaxAttention, ...], *, summed: bool) -> list[Array]:
     """The output matrix of each head: columns of the output weight, else of an identity."""
     h, e = len(heads), heads[0].out_dim
     if "output_weight" in arrays:
