@@ -86,6 +86,7 @@ from .errors import (
     OtattnError,
     StoreError,
     StoreWarning,
+    WorkerError,
 )
 from .gradient_flow import (
     DisplacementConvexity,
@@ -210,6 +211,7 @@ __all__ = [
     "Trajectory",
     "TransformerBlock",
     "TransportResult",
+    "WorkerError",
     "adversarial_tokens",
     "attention",
     "bounds",

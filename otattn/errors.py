@@ -8,6 +8,7 @@ __all__ = [
     "OtattnError",
     "StoreError",
     "StoreWarning",
+    "WorkerError",
 ]
 
 
@@ -37,3 +38,7 @@ class StoreError(OtattnError, OSError):
 
 class StoreWarning(UserWarning):
     """Records of a results store were torn, damaged or foreign: they are named, set aside and computed again."""
+
+
+class WorkerError(OtattnError, RuntimeError):
+    """A worker process ended while it worked; what was finished before is kept where there is a store."""

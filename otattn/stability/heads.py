@@ -16,7 +16,7 @@ from otattn.operators import measure_jacobian, top_singular
 from otattn.stability.samplers import window_pairs
 from otattn.stability.study import stability_study
 
-__all__ = ["FIELDS", "head_gamma", "in_span", "measure_head"]
+__all__ = ["FIELDS", "head_gamma", "head_shapes", "in_span", "measure_head"]
 
 Array = NDArray[np.float64]
 FIELDS = ("particle", "splitting", "radii", "domain_radius", "norms", "gamma", "published", "own", "ratios")
@@ -57,6 +57,12 @@ def measure_head(
         "own": np.array([own for _, own in upper]),
         "ratios": ratios,
     }
+
+
+def head_shapes(windows: int, sizes: int, n_pairs: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each array that :func:`measure_head` gives."""
+    table, bound = (windows, sizes), (sizes,)
+    return dict(zip(FIELDS, (table, table, table, (), (2,), (), bound, bound, (n_pairs,)), strict=True))
 
 
 def _particle(head: AttentionMap, tokens: Array, tol: float) -> float:

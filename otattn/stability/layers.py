@@ -21,6 +21,7 @@ from otattn.lipschitz.growth import Exponent, fit_exponent
 from otattn.models import Transformer
 from otattn.stability.head_store import HeadStore
 from otattn.stability.heads import FIELDS, measure_head
+from otattn.stability.study import check_key
 
 __all__ = ["LayerMeasurements", "measure_layers"]
 
@@ -134,6 +135,7 @@ def measure_layers(
     tol: float = 1e-6,
     rng: int = 0,
     cache: str | os.PathLike[str] | None = None,
+    key: str | None = None,
     progress: bool = True,
 ) -> LayerMeasurements:
     """Local constants, radii, gamma, bounds and stability ratios of the heads of a model on its own tokens.
@@ -160,16 +162,19 @@ def measure_layers(
         Seed of the pairs.
     cache : path, optional
         Folder for finished heads. It may hold several measurements: each has a subfolder named by a hash of weights, tokens
-        and options.
+        and options. Files that are damaged or edited are named in a StoreWarning and their heads measured again.
+    key : str, optional
+        A name of your own for the model, instead of its class, configuration and weights: for models that cannot be hashed,
+        or whose weights take long to read. You answer for it that one key is always one model.
     progress : bool
         A bar on stderr.
 
     Raises
     ------
     ValueError
-        Sizes or indices that do not fit.
+        Sizes or indices that do not fit, or a cache is asked for a model that cannot be hashed (give ``key=``).
     StoreError
-        A file of the cache is damaged.
+        The cache cannot be written, or has a link in place of a file.
     """
     sizes, inputs = _inputs(model, token_ids, n_values)
     which = _chosen(layers, model.num_layers, "layers")
@@ -179,11 +184,11 @@ def measure_layers(
     check.positive(tol, "tol")
     if isinstance(rng, bool) or not isinstance(rng, (int, np.integer)) or rng < 0:
         raise TypeError(f"rng must be a non-negative integer seed here (results are kept on disk), received {rng!r}.")
-    store = HeadStore(
-        cache, model, inputs[0] if len(inputs) == 1 else inputs, (tuple(sizes), n_pairs, order, float(tol), int(rng))
-    )
+    store = HeadStore(cache, model, inputs, sizes, n_pairs, (order, float(tol), int(rng)), check_key(key))
     found = {(i, h): kept for i in which for h in count if (kept := store.get(i, h)) is not None}
     missing = [i for i in which if any((i, h) not in found for h in count)]
+    if missing:
+        store.prepare()
     total = len(which) * len(count)
     with tqdm(total=total, initial=len(found), desc="heads", unit="head", disable=not progress, leave=False) as bar:
         walks = [model.walk(ids, stop=missing[-1] + 1) for ids in inputs] if missing else []
@@ -193,10 +198,10 @@ def measure_layers(
                 continue
             seen = [steps[min(j, len(steps) - 1)][2][:, :n] for j, n in enumerate(sizes)]
             for h in count:
-                key = layer.index, h
-                if key not in found:
-                    found[key] = measure_head(layer, h, seen, steps[-1][2], n_pairs, order, tol, int(rng))
-                    store.put(*key, found[key])
+                at = layer.index, h
+                if at not in found:
+                    found[at] = measure_head(layer, h, seen, steps[-1][2], n_pairs, order, tol, int(rng))
+                    store.put(*at, found[at])
                     bar.update()
     per_head = {name: np.stack([np.stack([found[i, h][name] for h in count]) for i in which]) for name in FIELDS}
     for name in ("radii", "domain_radius"):

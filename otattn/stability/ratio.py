@@ -19,7 +19,7 @@ from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability.certify import Evidence, Resolution, certify
 from otattn.stability.gaussian_margins import gaussian_margins
 
-__all__ = ["Resolution", "StabilityRatio", "image_distances", "prepare_pair", "stability_ratio"]
+__all__ = ["Resolution", "StabilityRatio", "extent", "image_distances", "prepare_pair", "stability_ratio"]
 
 Array = NDArray[np.float64]
 Moved = DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure
@@ -187,7 +187,7 @@ def image_distances(
     ``(0, 0)`` when the measures are equal, or closer than ``resolution`` times the size of ``mu``.
     """
     denominator = _distance(mu, nu, p)
-    if denominator == 0.0 or denominator < resolution * _size(mu):
+    if denominator == 0.0 or denominator < resolution * extent(mu):
         return 0.0, 0.0
     return _distance(attention.pushforward(mu), attention.pushforward(nu), p), denominator
 
@@ -228,7 +228,7 @@ def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[S
     return ratio, found
 
 
-def _size(mu: Any) -> float:
+def extent(mu: Any) -> float:
     """Largest coordinate, the unit in which the rounding of the points is counted."""
     if isinstance(mu, GaussianMeasure):
         return float(np.abs(mu.mean).max() + np.sqrt(np.trace(mu.cov)))

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from otattn.errors import StoreError, StoreWarning
+from otattn.stability.folder import (
+    append,
+    folder_path,
+    is_file,
+    lock,
+    make_folder,
+    one_error,
+    read_only,
+    read_whole,
+    write_whole,
+)
 
 __all__ = ["DirectoryStore", "MemoryStore", "Store"]
 
-FORMAT = 2
-LARGEST_FILE = 1 << 32
-"""A record file beyond this is not read: no study of this package writes one."""
+FORMAT = 3
+LARGEST_HEADER = 1 << 16
+"""Bytes; a header takes about 100."""
 Terms = tuple[float, float]
 
 
@@ -66,27 +78,31 @@ class DirectoryStore:
     Every line carries a checksum over its content and the study's fingerprint. A line is appended by a single write and
     flushed to the disk, so a kill leaves whole lines and at most one torn last line; a line that is torn, damaged or
     foreign is named in a :class:`StoreWarning`, set aside and its pairs are computed again. The header appears by an
-    atomic rename. While a study runs, the file ``lock`` is locked: a second process gets a :class:`StoreError`; the
-    system releases the lock of a killed process. Floats are written with all their digits.
+    atomic rename. While a study runs, the file ``lock`` is locked and ``owner`` names its process: a second process gets
+    a :class:`StoreError`; the system releases the lock of a killed process. Symbolic links in place of these files are
+    refused. Floats are written with all their digits. A folder that cannot be written is read: a study that finds all
+    its pairs there needs no more.
 
     Parameters
     ----------
     path : path
-        Created when it does not exist.
+        Created when it does not exist; ``~`` is expanded.
     """
 
-    _held: set[Path] = set()  # noqa: RUF012 - one table for the whole process
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = folder_path(path)
         self._terms: dict[int, Terms] = {}
         self._fingerprint = ""
-        self._lock: int | None = None
+        self._lock: Any = None
 
     def open(self, fingerprint: str) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._acquire()
+        make_folder(self.path)
+        with one_error(f"{self.path} must be a folder with the files of a store", "take a new folder"):
+            try:
+                self._lock = lock(self.path)
+            except OSError as exc:
+                if not read_only(exc):
+                    raise
             try:
                 self._claim({"format": FORMAT, "fingerprint": fingerprint})
                 self._fingerprint = fingerprint
@@ -94,106 +110,78 @@ class DirectoryStore:
             except BaseException:
                 self.close()
                 raise
-        except OSError as exc:
-            raise StoreError(f"store must be a folder that can be written, received {self.path} ({exc}).") from exc
 
     def close(self) -> None:
         """Release the folder for other processes."""
         if self._lock is not None:
-            os.close(self._lock)  # releases a record lock as well
+            self._lock.release()
             self._lock = None
-            self._held.discard(self.path.resolve())
-
-    def _acquire(self) -> None:
-        key = self.path.resolve()
-        if key in self._held:
-            raise StoreError(
-                f"{self.path} is in use by another study of this process; wait for it or take a new folder."
-            )
-        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(handle)
-        except OSError as exc:
-            owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(handle)
-            raise StoreError(
-                f"{self.path} is in use by another process (number {owner}); wait for it or take a new folder."
-            ) from exc
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
-        self._lock = handle
-        self._held.add(key)
 
     def _claim(self, header: dict[str, Any]) -> None:
         file = self.path / "study.json"
-        if not file.exists():
-            draft = self.path / f"study.json.{os.getpid()}"
-            with draft.open("w", encoding="utf-8") as out:
-                out.write(json.dumps(header))
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(draft, file)
+        if not is_file(file):
+            self._writable()
+            write_whole(file, json.dumps(header).encode())
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as exc:
+            found = json.loads(read_whole(file, LARGEST_HEADER))
+        except (ValueError, RecursionError) as exc:
             raise StoreError(
                 f"{file} must be the header of a study, but is damaged ({exc}); take a new folder."
             ) from exc
         if found != header:
             raise StoreError(
-                f"{self.path} must belong to this study (same attention, sampler, p and seed), received the store of "
-                f"another one: {found}, wanted {header}; take a new folder."
+                f"{self.path} must belong to this study (same attention, sampler, p and seed, or the same key), received "
+                f"the store of another one, or of another version: {str(found)[:200]}, wanted {header}; take a new folder."
+            )
+
+    def _writable(self) -> None:
+        if self._lock is None:
+            raise StoreError(
+                f"store must be a folder that can be written as long as pairs are missing, received {self.path}, which can "
+                "only be read; copy it to another place."
             )
 
     def _read(self) -> dict[int, Terms]:
         file = self.path / "chunks.jsonl"
-        if not file.exists():
-            return {}
-        size = file.stat().st_size
-        if size > LARGEST_FILE:
-            raise StoreError(f"{file} must be at most {LARGEST_FILE} bytes, received {size}; take a new folder.")
-        data = file.read_bytes()
-        lines, torn = data.split(b"\n"), not data.endswith(b"\n")
         terms: dict[int, Terms] = {}
         good, bad = [], []
-        for number, line in enumerate(lines, 1):
-            if not line:
-                continue
-            chunk = None if torn and number == len(lines) else self._parse(line)
+        for number, line, chunk in self._lines(file):
             if chunk is None:
                 bad.append(number)
             else:
                 good.append(line)
                 terms.update(chunk)
         if bad:
-            names = ", ".join(map(str, bad))
             warnings.warn(
-                f"{file}: line {names} torn, damaged or of another study; set aside, these pairs are computed again.",
+                f"{file}: line {', '.join(map(str, bad))} torn, damaged or of another study; set aside, these pairs are "
+                "computed again.",
                 StoreWarning,
                 stacklevel=2,
             )
-            self._rewrite(file, good)
+            if self._lock is not None:
+                write_whole(file, b"".join(line + b"\n" for line in good))
         return terms
 
-    def _rewrite(self, file: Path, lines: list[bytes]) -> None:
-        """The file without the lines set aside, by an atomic rename."""
-        draft = self.path / f"chunks.jsonl.{os.getpid()}"
-        with draft.open("wb") as out:
-            out.write(b"".join(line + b"\n" for line in lines))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(draft, file)
+    def _lines(self, file: Path) -> Iterator[tuple[int, bytes, dict[int, Terms] | None]]:
+        """Each line with its number and its pairs, None for those of a line that is no record of this study."""
+        *lines, last = read_whole(file).split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if line:
+                yield number, line, self._parse(line)
+        if last:  # no end of line: torn
+            yield len(lines) + 1, last, None
 
     def _parse(self, line: bytes) -> dict[int, Terms] | None:
-        """The pairs of a line; None when it is not a record of this study."""
         try:
             record = json.loads(line)
             body = [record["indices"], record["numerators"], record["denominators"]]
             if record["checksum"] != self._checksum(body):
                 return None
-            return {int(i): (float(a), float(b)) for i, a, b in zip(*body, strict=True)}
-        except (ValueError, TypeError, KeyError, RecursionError):
+            terms = {int(i): (float(a), float(b)) for i, a, b in zip(*body, strict=True)}
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return None
+        sound = all(i >= 0 and 0.0 <= a < math.inf and 0.0 <= b < math.inf for i, (a, b) in terms.items())
+        return terms if sound else None
 
     def _checksum(self, body: list[Any]) -> str:
         return hashlib.sha256((self._fingerprint + json.dumps(body)).encode()).hexdigest()[:32]
@@ -202,41 +190,23 @@ class DirectoryStore:
         return self._terms.get(index)
 
     def put(self, indices: Sequence[int], terms: Sequence[Terms]) -> None:
+        self._writable()
         body: list[Any] = [[int(i) for i in indices], [float(t[0]) for t in terms], [float(t[1]) for t in terms]]
         names = ("indices", "numerators", "denominators")
         record = {**dict(zip(names, body, strict=True)), "checksum": self._checksum(body)}
-        line = (json.dumps(record) + "\n").encode()
         file = self.path / "chunks.jsonl"
-        try:
-            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                before = os.fstat(handle).st_size
-                try:
-                    written = os.write(handle, line)
-                    if written != len(line):
-                        raise OSError(f"only {written} of {len(line)} bytes were written")
-                    os.fsync(handle)
-                except OSError:
-                    os.ftruncate(handle, before)  # what was kept before stays whole
-                    raise
-            finally:
-                os.close(handle)
-        except OSError as exc:
-            raise StoreError(
-                f"{file} must have room for another chunk, but it could not be written ({exc}); the finished pairs before "
-                "it are kept, free some space and run the study again."
-            ) from exc
+        with one_error(
+            f"{file} must have room for another chunk",
+            "the finished pairs before it are kept, free some space and run the study again",
+        ):
+            append(file, (json.dumps(record) + "\n").encode())
         self._terms.update(zip(indices, terms, strict=True))
 
+    def where(self, index: int) -> str:
+        """The record of a pair in words: its file and line."""
+        file = self.path / "chunks.jsonl"
+        lines = [str(number) for number, _, chunk in self._lines(file) if chunk and index in chunk]
+        return f"line {', '.join(lines) or 'unknown'} of {file}"
 
-def _lock(handle: int) -> None:
-    """An exclusive lock that ends with the process; OSError when another one holds it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
-
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-        return
-    # record locks belong to the process: workers that were forked from it do not keep them alive
-    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def __repr__(self) -> str:
+        return f"DirectoryStore({str(self.path)!r})"

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,16 @@ from tqdm import tqdm
 from otattn import _validate as check
 from otattn._tabular import Tabular
 from otattn.attention.base import AttentionMap
+from otattn.stability.fingerprint import fingerprint
+from otattn.stability.folder import folder_path
 from otattn.stability.result import Sampler, StabilityStudy
 from otattn.stability.samplers import sequence_pairs, uniform_ball_pairs
-from otattn.stability.study import stability_study
+from otattn.stability.study import check_key, stability_study
 
 __all__ = ["Sweep", "sweep"]
 
+LONGEST_NAME, LONGEST_FOLDER = 40, 100
+"""Characters of a map's name, and of a folder before its hash: file systems allow 255 bytes, some 143."""
 SamplerFactory = Callable[[int, int, float], Sampler]
 """``(n, dim, radius) -> sampler``."""
 
@@ -95,6 +98,7 @@ def sweep(
     sampler: SamplerFactory | None = None,
     n_jobs: int | None = 1,
     store: str | os.PathLike[str] | None = None,
+    key: str | None = None,
     progress: bool = True,
 ) -> Sweep:
     """A stability study at every point of a grid.
@@ -112,7 +116,10 @@ def sweep(
     n_jobs : int or None
         As for :func:`stability_study`; the workers are kept from study to study.
     store : path, optional
-        A folder with one subfolder a study, named by its coordinates: an interrupted sweep goes on from there.
+        A folder with one subfolder a study, named by its coordinates and their hash: an interrupted sweep goes on from
+        there.
+    key : str, optional
+        As for :func:`stability_study`: a name of your own for the maps and samplers of the whole sweep.
     progress : bool
         A bar over the studies on the standard error stream.
 
@@ -124,7 +131,7 @@ def sweep(
     ------
     ValueError
         An empty axis, or values that a study refuses.
-    StoreError
+    StoreError, WorkerError
         As for :func:`stability_study`.
 
     Examples
@@ -135,6 +142,8 @@ def sweep(
     (4, True)
     """
     maps = _named(attentions)
+    root = None if store is None else folder_path(store)
+    own = check_key(key)
     axes = {
         "n": [check.count(v, "n") for v in _axis(n, "n")],
         "radius": [check.positive(v, "radius") for v in _axis(radius, "radius")],
@@ -150,7 +159,6 @@ def sweep(
         if dim is None:
             raise ValueError(f"attentions must know their input dimension, received {type(attention).__name__}.")
         make = sampler or (sequence_pairs if attention.causal else uniform_ball_pairs)
-        folder = None if store is None else Path(store) / f"{_file_name(name)}-n{size}-r{r:g}-p{order:g}-s{seed}"
         studies.append(
             stability_study(
                 attention,
@@ -159,7 +167,8 @@ def sweep(
                 p=order,
                 rng=seed,
                 n_jobs=n_jobs,
-                store=folder,
+                store=None if root is None else root / _folder_name(name, size, r, order, seed),
+                key=None if own is None else repr((own, name, size, r)),
                 progress=False,
             )
         )
@@ -190,6 +199,8 @@ def _axis(values: Any, name: str) -> list[Any]:
     return out
 
 
-def _file_name(name: str) -> str:
-    """Letters, digits and dashes only: a name cannot leave the folder."""
-    return "".join(c if c.isalnum() else "-" for c in name) or "-"
+def _folder_name(name: str, n: int, radius: float, p: float, seed: int) -> str:
+    """The coordinates in letters, digits and dashes, cut, and their hash: no two points share it, none leaves the folder."""
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name[:LONGEST_NAME])
+    readable = f"{plain}-n{n}-r{radius:g}-p{p:g}-s{seed}"[:LONGEST_FOLDER]
+    return f"{readable}-{fingerprint(name, n, radius, p, seed)[:16]}"

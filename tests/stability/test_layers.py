@@ -2,7 +2,10 @@
 
 import json
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from otattn.attention import MaskedAttention, SigmoidAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
 from otattn.data import load_sample
-from otattn.errors import StoreError
+from otattn.errors import StoreError, StoreWarning
 from otattn.lipschitz import bounds
 from otattn.lipschitz.local import local_lipschitz
 from otattn.lipschitz.published import castin2024_discrete_lower
@@ -154,20 +157,82 @@ def test_other_inputs_are_other_measurements(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*.tmp"))
 
 
-def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
-    options: dict = {"n_values": (4,), "n_pairs": 0, "layers": [0], "heads": [0], "cache": tmp_path, "progress": False}
-    measure_layers(encoder(), IDS, **options)
-    (file,) = tmp_path.glob("*/*.npz")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(StoreError, match="layer000-head000"):
-        measure_layers(encoder(), IDS, **options)
-    file.unlink()
-    np.savez(file, particle=np.array([{}], dtype=object))
-    with pytest.raises(StoreError, match="damaged"):
-        measure_layers(encoder(), IDS, **options)
+def rewritten(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
+    """An edit of the arrays in a file."""
+
+    def edit(file: Path) -> None:
+        with np.load(file) as stored:
+            arrays = dict(stored)
+        change(arrays)
+        np.savez(file, **arrays)
+
+    return edit
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:100]),
+    "empty": lambda file: file.write_bytes(b""),
+    "an object": rewritten(lambda a: a.update(particle=np.array([{}], dtype=object))),
+    "one digit": rewritten(lambda a: a.update(particle=a["particle"] * (1 + 1e-15))),
+    "not finite": rewritten(lambda a: a.update(particle=a["particle"] * np.nan)),
+    "infinite": rewritten(lambda a: a.update(radii=a["radii"] * np.inf)),
+    "another shape": rewritten(lambda a: a.update(splitting=a["splitting"][:1])),
+    "another type": rewritten(lambda a: a.update(norms=a["norms"].astype(np.float32))),
+    "swapped": rewritten(lambda a: a.update(particle=a["splitting"], splitting=a["particle"])),
+    "a name missing": rewritten(lambda a: a.pop("gamma")),
+    "no checksum": rewritten(lambda a: a.pop("checksum")),
+    "another head": lambda file: file.write_bytes(file.with_name("layer000-head001.npz").read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_or_edited_record_is_named_and_measured_again(tmp_path: Path, damage: str) -> None:
+    options: dict = {"n_values": (4,), "n_pairs": 2, "layers": [0], "cache": tmp_path, "progress": False}
+    first = measure_layers(encoder(), IDS, heads=[0, 1], **options)
+    (file,) = tmp_path.glob("*/layer000-head000.npz")
+    DAMAGE[damage](file)
+    with pytest.warns(StoreWarning, match=r"layer000-head000\.npz: damaged, edited or of another head") as said:
+        again = measure_layers(encoder(), IDS, heads=[0], **options)
+    assert len(said) == 1
+    for name in numbers.FIELDS:
+        expected = getattr(first, name)
+        np.testing.assert_array_equal(
+            getattr(again, name), expected if name in ("radii", "domain_radius") else expected[:, :1]
+        )
+    measure_layers(encoder(), IDS, heads=[0], **options)  # written again: nothing to say
+
+
+def test_a_cache_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    options: dict = {"n_values": (4,), "n_pairs": 0, "layers": [0], "heads": [0], "progress": False}
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="folder that can be written"):
-        measure_layers(encoder(), IDS, **(options | {"cache": tmp_path / "file"}))
+        measure_layers(encoder(), IDS, cache=tmp_path / "file", **options)
+    for address in ("", "s3://bucket/heads", "file:///tmp/heads"):
+        with pytest.raises(ValueError, match="cache must be"):
+            measure_layers(encoder(), IDS, cache=address, **options)
+    measure_layers(encoder(), IDS, cache=tmp_path / "a", **options)
+    (file,) = (tmp_path / "a").glob("*/*.npz")
+    file.rename(tmp_path / "elsewhere.npz")
+    file.symlink_to(tmp_path / "elsewhere.npz")
+    with pytest.raises(StoreError, match="symbolic link"):
+        measure_layers(encoder(), IDS, cache=tmp_path / "a", **options)
+
+
+def test_a_key_stands_for_a_model_that_cannot_be_hashed(tmp_path: Path) -> None:
+    plain = encoder()
+    kind = type("Odd", (type(plain),), {"lock": threading.Lock()})  # a lock has no content
+    odd = kind.__new__(kind)
+    odd.__dict__.update(plain.__dict__)
+    options: dict = {"n_values": (4,), "n_pairs": 0, "layers": [0], "heads": [0], "cache": tmp_path, "progress": False}
+    with pytest.raises(ValueError, match="give key="):
+        measure_layers(odd, IDS, **options)
+    expected = measure_layers(odd, IDS, key="odd", **options)
+    np.testing.assert_array_equal(measure_layers(plain, IDS, **options).particle, expected.particle)
+    assert len(list(tmp_path.iterdir())) == 2
+    measure_layers(odd, IDS, key="odd", **options)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ValueError, match="key must be a name"):
+        measure_layers(odd, IDS, key=" ", **options)
 
 
 @pytest.mark.parametrize(
