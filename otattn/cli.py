@@ -6,9 +6,11 @@ Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,13 @@ from otattn import _validate as check
 from otattn.attention import MaskedAttention
 from otattn.data import SampleLayer, load_layer, load_sample
 from otattn.errors import CertificateError, OtattnError
+from otattn.report.output import draw, prepare_folder, say, short_warnings, write_text
 from otattn.report.plain import to_json
 
 __all__ = ["main"]
+
+_REFUSALS = (ValueError, TypeError, OSError, OtattnError, ArithmeticError, MemoryError, RuntimeError, ImportError)
+"""What bad input, or a machine too small for it, ends in; anything else is a fault of ours and shows its traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,13 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        run: Callable[[argparse.Namespace], None] = options.run
         # many small products: threads inside each would only wait for one another
-        with threadpool_limits(limits=1, user_api="blas"):
-            run(options)
+        with threadpool_limits(limits=1, user_api="blas"), short_warnings():
+            if options.out is not None:
+                prepare_folder(options.out, [f"{options.name}.json"], name="--out")
+            options.run(options)
+            sys.stdout.flush()
     except CertificateError as exc:
         return _fail(exc, 3)
-    except (ValueError, TypeError, OSError, OtattnError, OverflowError) as exc:
+    except BrokenPipeError:  # the reader has left; nothing more can be said, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except _REFUSALS as exc:
         return _fail(exc, 2)
     except KeyboardInterrupt:
         print("otattn: interrupted", file=sys.stderr)
@@ -44,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(exc: BaseException, code: int) -> int:
     text = " ".join(str(exc).split()) or type(exc).__name__
+    if isinstance(exc, (MemoryError, RecursionError)) and not isinstance(exc, OtattnError):
+        text = f"the input needs more memory than there is ({type(exc).__name__}: {text}); use fewer or smaller arrays."
     print(f"otattn: {text}", file=sys.stderr)
     return code
 
@@ -72,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, name=name)
         sub.add_argument("--tokens", metavar="FILE.npy", help="tokens (n, d) or windows (w, n, d)")
         sub.add_argument(
             "--weights",
@@ -155,17 +168,21 @@ def _report(options: argparse.Namespace) -> None:
         layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=not options.quiet
     )
     if options.json:
-        print(to_json(data))
+        say(to_json(data))
     else:
-        print(f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s")
+        say(f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s")
 
 
-def _emit(options: argparse.Namespace, name: str, data: dict[str, Any], lines: list[str]) -> None:
-    if options.out:
-        out = pathlib.Path(options.out)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(to_json(data), encoding="utf-8")
-    print(to_json(data) if options.json else "\n".join(lines))
+def _emit(
+    options: argparse.Namespace, data: dict[str, Any], lines: list[str], picture: Callable[[], Any] | None = None
+) -> None:
+    """Write and print the numbers, then draw."""
+    out = None if options.out is None else prepare_folder(options.out, name="--out")
+    if out is not None:
+        write_text(out, f"{options.name}.json", to_json(data))
+    say(to_json(data) if options.json else "\n".join(lines))
+    if out is not None and picture is not None:
+        draw(picture, out / f"{options.name}.png")
 
 
 def _stability(options: argparse.Namespace) -> None:
@@ -194,7 +211,7 @@ def _stability(options: argparse.Namespace) -> None:
         lines.append(f"{h:>4} {best.certified_lower:>10.4g} {best.value:>10.4g} {median:>10.4g}")
     p: float | str = "inf" if options.p == float("inf") else options.p
     data = {"p": p, "n": sampler.n, "pairs": options.pairs, "masked": options.masked, "heads": records}
-    _emit(options, "stability", data, lines)
+    _emit(options, data, lines)
 
 
 def _local(options: argparse.Namespace) -> None:
@@ -212,6 +229,7 @@ def _local(options: argparse.Namespace) -> None:
             row += f" {fit.exponent:.3f} ± {fit.standard_error:.3f}"
         lines.append(row)
     data: dict[str, Any] = growth.to_dict()
+    picture = None
     if options.adversarial:
         from otattn.lipschitz.comparison import real_against_adversarial
 
@@ -227,22 +245,25 @@ def _local(options: argparse.Namespace) -> None:
         lines += ["", f"adversarial tokens of norm at most {result.radius:.4g}"]
         lines += [f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes)]
         lines += [f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in row) for h, row in enumerate(result.adversarial)]
-        if options.out and len(sizes) > 1:
-            from otattn.plotting import plot_real_against_adversarial, save
+        if len(sizes) > 1:
+            from otattn.plotting import plot_real_against_adversarial
 
-            pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
-            save(plot_real_against_adversarial(result), pathlib.Path(options.out) / "local.png")
-    _emit(options, "local", data, lines)
+            picture = partial(plot_real_against_adversarial, result)
+    _emit(options, data, lines, picture)
 
 
 def _bounds(options: argparse.Namespace) -> None:
     from otattn.lipschitz import bounds
     from otattn.lipschitz.comparison import reduced_head
     from otattn.lipschitz.enclosure import enclosure_table
+    from otattn.plotting import plot_enclosure
 
     if options.weights is not None and options.tokens is None and options.radius is None:
         raise ValueError("bounds needs --radius, or --tokens to take the largest norm from.")
-    layer = load_layer(options.weights, options.tokens) if options.weights is not None else _layer(options)
+    if options.weights is not None:  # hidden states in the file of the weights serve for the radius only
+        layer = load_layer(options.weights, options.tokens, with_tokens=options.radius is None)
+    else:
+        layer = _layer(options)
     if not 0 <= options.head < len(layer.heads):
         raise ValueError(f"--head must be below {len(layer.heads)}, received {options.head}.")
     head = layer.heads[options.head]
@@ -268,15 +289,11 @@ def _bounds(options: argparse.Namespace) -> None:
         f"mean-field bound the smaller one from n = 10^{crossing.log_ours / ln10:.1f} "
         f"(published pair: 10^{crossing.log_published / ln10:.1f})",
     ]
-    if options.out:
-        from otattn.plotting import plot_enclosure, save
-
-        pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
-        save(plot_enclosure(table), pathlib.Path(options.out) / "bounds.png")
-    _emit(options, "bounds", data, lines)
+    _emit(options, data, lines, partial(plot_enclosure, table))
 
 
 def _flow(options: argparse.Namespace) -> None:
+    from otattn.plotting import plot_flow_stability
     from otattn.report.flow_section import gaussian_rows, perturbed_flows, token_flow_rows
 
     layer = _layer(options)
@@ -291,19 +308,16 @@ def _flow(options: argparse.Namespace) -> None:
     lines += [f"status: {drift.status}", "", "Gaussian flows (random symmetric A, d = 3)"]
     lines += [
         f"{run['attention']:>8}, V = {run['V']:<2}  blow-up time {run['blow_up_time']:<10.5g} limit rank {run['limit_rank']}"
+        f" ({run['limit_status']})"
         for run in runs
     ]
-    if options.out:
-        from otattn.plotting import plot_flow_stability, save
-
-        pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
-        save(plot_flow_stability(drift), pathlib.Path(options.out) / "flow.png")
     data = {"n": min(options.n, layer.hidden_states.shape[1]), "status": drift.status, "rows": rows, "gaussian": runs}
-    _emit(options, "flow", data, lines)
+    _emit(options, data, lines, partial(plot_flow_stability, drift))
 
 
 def _gradient_flow(options: argparse.Namespace) -> None:
     from otattn.gradient_flow import check_gradient_flow, structure_table
+    from otattn.plotting import plot_structure_table
 
     variants = structure_table(dim=options.dim, n=options.n, rng=options.seed)
     data: dict[str, Any] = variants.to_dict()
@@ -319,12 +333,7 @@ def _gradient_flow(options: argparse.Namespace) -> None:
         data["layer"] = found.to_dict()
         lines += ["", f"the given layer on its first {options.n} tokens: {found.verdict}"]
         lines += [f"  {name} defect {value:.2e}" for name, value in found.defects.items() if value is not None]
-    if options.out:
-        from otattn.plotting import plot_structure_table, save
-
-        pathlib.Path(options.out).mkdir(parents=True, exist_ok=True)
-        save(plot_structure_table(variants), pathlib.Path(options.out) / "gradient-flow.png")
-    _emit(options, "gradient-flow", data, lines)
+    _emit(options, data, lines, partial(plot_structure_table, variants))
 
 
 if __name__ == "__main__":

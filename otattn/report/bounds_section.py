@@ -80,8 +80,12 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
     grid = np.linspace(0.0, max(3.0, 1.1 * max(crossings.values())), GRID).tolist()
     grid = [x for x in grid if x <= 300.0]
     curves, levels = _curves(layer.heads[0], radius, grid)
-    ax = plot_crossover(grid, curves, levels, crossings=crossings)
-    ax.set_title(f"head 0, R = {radius:.1f}", fontsize=10)
+
+    def picture() -> Any:
+        ax = plot_crossover(grid, curves, levels, crossings=crossings)
+        ax.set_title(f"head 0, R = {radius:.1f}", fontsize=10)
+        return ax
+
     header = ["head", "||A|| R^2"]
     header += (
         [f"{name.split(',')[0]}, n = {n}" for name in curves] + list(levels) + [f"crossover n, {k}" for k in crossings]
@@ -93,4 +97,6 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
         "",
         *table(header, rows),
     ]
-    return Section("Mean-field and discrete bounds", lines, {"radius": radius, "heads": records}, {"crossover.png": ax})
+    return Section(
+        "Mean-field and discrete bounds", lines, {"radius": radius, "heads": records}, {"crossover.png": picture}
+    )

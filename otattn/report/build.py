@@ -10,12 +10,12 @@ from tqdm.auto import tqdm
 
 from otattn import _validate as check
 from otattn.data import SampleLayer
-from otattn.plotting import save
 from otattn.report.bounds_section import bounds_section
 from otattn.report.enclosure_section import enclosure_section
 from otattn.report.flow_section import flow_section
 from otattn.report.gradient_flow_section import gradient_flow_section
 from otattn.report.local_section import local_section
+from otattn.report.output import draw, prepare_folder, write_text
 from otattn.report.plain import to_json
 from otattn.report.section import Section
 from otattn.report.stability_section import stability_section
@@ -39,7 +39,7 @@ def build_report(
     layer : SampleLayer
         Heads and windows of tokens, from :func:`otattn.load_sample` or :func:`otattn.load_layer`.
     out : path
-        A directory, made if needed.
+        A directory, made if needed; checked before the work.
     seed : int
         Every random draw descends from it.
     n_pairs : int
@@ -52,11 +52,18 @@ def build_report(
     Returns
     -------
     dict
-        The content of ``report.json``.
+        The content of ``report.json``. It and the text are written before the pictures; a picture that cannot be
+        drawn is a warning.
+
+    Raises
+    ------
+    ValueError
+        ``out`` cannot be written, or a count is out of range.
     """
     check.count(seed, "seed", least=0)
     check.count(n_pairs, "n_pairs", least=2)
     check.count(n_tokens, "n_tokens", least=2)
+    folder = prepare_folder(out, ("report.md", "report.json"))
     start = time.perf_counter()
     heads = len(layer.heads)
     with tqdm(total=6 * heads + 4, desc="report", unit="step", disable=not progress) as bar:
@@ -75,7 +82,7 @@ def build_report(
         "dimension": int(layer.hidden_states.shape[2]),
         "seed": seed,
     }
-    return write_report(pathlib.Path(out), head, sections, seconds=time.perf_counter() - start)
+    return write_report(folder, head, sections, seconds=time.perf_counter() - start)
 
 
 def _name(layer: SampleLayer) -> str:
@@ -86,8 +93,7 @@ def _name(layer: SampleLayer) -> str:
 
 
 def write_report(out: pathlib.Path, head: dict[str, Any], sections: list[Section], *, seconds: float) -> dict[str, Any]:
-    """Write the three kinds of files; returns the JSON content."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write the three kinds of files, numbers first; returns the JSON content."""
     lines = [
         "# Attention stability report",
         "",
@@ -98,10 +104,21 @@ def write_report(out: pathlib.Path, head: dict[str, Any], sections: list[Section
     data: dict[str, Any] = {**head, "seconds": round(seconds, 1), "sections": {}}
     for section in sections:
         lines += [f"## {section.title}", "", *section.lines]
-        for name, ax in section.pictures.items():
-            save(ax, out / name)
-            lines += [f"![{section.title}]({name})", ""]
+        for name in section.pictures:
+            lines += [_link(section, name), ""]
         data["sections"][section.title] = section.data
-    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
-    (out / "report.json").write_text(to_json(data), encoding="utf-8")
+    write_text(out, "report.json", to_json(data))
+    write_text(out, "report.md", "\n".join(lines))
+    missing = {}
+    for section in sections:
+        for name, picture in section.pictures.items():
+            reason = draw(picture, out / name)
+            if reason is not None:
+                missing[_link(section, name)] = f"({name} was not drawn: {reason})"
+    if missing:
+        write_text(out, "report.md", "\n".join(missing.get(line, line) for line in lines))
     return data
+
+
+def _link(section: Section, name: str) -> str:
+    return f"![{section.title}]({name})"

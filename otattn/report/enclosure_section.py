@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,4 +66,6 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
         *table(["head", "real tokens", "lower", "upper", "upper / lower", "published upper", "upper bound by"], rows),
     ]
     data = {"n": n, "radius": radius, "geometric_mean_ratio": mean, "heads": records}
-    return Section("Enclosure of the Lipschitz constant", lines, data, {"enclosure.png": plot_head_enclosures(records)})
+    return Section(
+        "Enclosure of the Lipschitz constant", lines, data, {"enclosure.png": partial(plot_head_enclosures, records)}
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,10 @@ def flow_section(layer: SampleLayer, *, seed: int, advance: Any) -> Section:
             f"{history.counts[0]} clusters to {history.counts[-1]}.",
             "",
         ]
-        pictures = {"flow.png": plot_flow_stability(drift), "sphere.png": plot_cluster_counts(history)}
+        pictures = {
+            "flow.png": partial(plot_flow_stability, drift),
+            "sphere.png": partial(plot_cluster_counts, history),
+        }
     else:
         lines += ["The layer maps to another dimension than its own: it has no flow.", ""]
         advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from otattn.data import SampleLayer
@@ -39,4 +40,6 @@ def gradient_flow_section(layer: SampleLayer, *, seed: int, advance: Any) -> Sec
     else:
         lines += ["This layer maps to another dimension than its own: it has no flow.", ""]
     advance()
-    return Section("Gradient-flow structure", lines, data, {"gradient_flow.png": plot_structure_table(variants)})
+    return Section(
+        "Gradient-flow structure", lines, data, {"gradient_flow.png": partial(plot_structure_table, variants)}
+    )

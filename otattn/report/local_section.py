@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
                 number(published[h, -1] / mean[-1]),
             ]
         )
-    pictures = {}
+    pictures: dict[str, Any] = {}
     data: dict[str, Any] = {
         **growth.to_dict(),
         "published_discrete": published.tolist(),
@@ -56,9 +57,8 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
         fit = growth.mean_exponent()
         data["mean_exponent"] = {"exponent": fit.exponent, "standard_error": fit.standard_error}
         label = f"published bound for n tokens, geometric mean, R = {radius:.1f}"
-        pictures["local.png"] = plot_local_growth(
-            growth, bounds={label: np.exp(np.log(published).mean(axis=0)).tolist()}
-        )
+        curves = {label: np.exp(np.log(published).mean(axis=0)).tolist()}
+        pictures["local.png"] = partial(plot_local_growth, growth, bounds=curves)
         headline = (
             f"Over heads the constant grows like n^({fit.exponent:.2f} ± {fit.standard_error:.2f}) on these tokens; "
             "the worst case over the ball grows like the square root of n."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,15 @@ __all__ = ["Section", "number", "table"]
 
 @dataclass(frozen=True)
 class Section:
-    """What a section contributes: Markdown lines, plain data for the JSON file, axes by file name."""
+    """What a section contributes: Markdown lines, plain data for the JSON file, pictures by file name.
+
+    A picture is a function that draws it and returns its axes; it is called when all numbers are written.
+    """
 
     title: str
     lines: list[str]
     data: dict[str, Any]
-    pictures: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -77,8 +77,6 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
             advance()
         rows.append(cells)
         records.append(record)
-    ax = plot_stability(ratios, labels=[str(h) for h in range(len(layer.heads))])
-    ax.set_xlabel("head")
     header = ["head"]
     for name in ratios:
         header += [f"{name}: largest (certified)", "median", "95% of the median"]
@@ -95,5 +93,11 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
         "Stability constants",
         lines,
         {"n": sampler.n, "n_pairs": n_pairs, "heads": records},
-        {"stability.png": ax},
+        {"stability.png": lambda: _picture(ratios, len(layer.heads))},
     )
+
+
+def _picture(ratios: dict[str, list[Any]], heads: int) -> Any:
+    ax = plot_stability(ratios, labels=[str(h) for h in range(heads)])
+    ax.set_xlabel("head")
+    return ax
