@@ -13,7 +13,7 @@ from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.kernels import NormalisedKernel
-from otattn.attention.pointwise import PointwiseAttention, ReLUAttention
+from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention
 from otattn.lipschitz.bound import Bound, prove, prover
 from otattn.lipschitz.head_bounds import HeadPart, combine_heads, heads_of
 from otattn.lipschitz.rounding import log, safe_exp, up
@@ -137,12 +137,13 @@ def _normalised(head: SoftmaxAttention | L2Attention, U: Array, mu: Measure, tim
     outer = (values[:, :, None] * values[:, None, :]).reshape(n, e * e)
     cross = (values[:, :, None] * keys[:, None, :]).reshape(n, e * k)
     turn = maps.Wk @ U.T  # (k, e)
-    columns, rows_norm, reach = np.zeros(n), 0.0, 0.0
+    columns, field_norms = np.zeros(n), np.zeros(n)
+    squares, far = np.sum(values**2, axis=1), float(np.linalg.norm(keys, axis=1).max())
+    unit = 4.0 * (n + e + k + 16) * _EPS
     step = max(1, BLOCK_BYTES // (8 * (2 * n + 3 * e * e + 2 * e * k)))
     for start in range(0, n, step):
         rows = slice(start, min(n, start + step))
         P = kernel.weights_of(queries, times, rows)
-        reach = max(reach, _logit_size(queries[rows], keys))
         mean = P @ values
         C = (P @ outer).reshape(-1, e, e) - mean[:, :, None] * mean[:, None, :]
         M = (P @ cross).reshape(-1, e, k) - mean[:, :, None] * (P @ keys)[:, None, :]
@@ -155,14 +156,23 @@ def _normalised(head: SoftmaxAttention | L2Attention, U: Array, mu: Measure, tim
             g2 = np.sum((queries[rows] @ maps.Wk) ** 2, axis=1)
             form = identity + g2[:, None, None] * C
         lam = np.maximum(np.linalg.eigvalsh(form)[:, -1], 0.0)
-        # the covariances were formed by a difference of second moments around the mean of mu
-        size = np.trace(form, axis1=1, axis2=2) + float(np.trace(identity))
-        lam += 64.0 * _EPS * np.maximum(size, 0.0)
+        # covariances were formed by a difference of second moments: what rounded is their size before it
+        second, steep = P @ squares, np.linalg.norm(queries[rows] @ maps.Wk, axis=1)
+        if maps.quadratic:
+            steep = steep + 2.0 * far * float(spectral_norm_upper(maps.Wk))
+        lam += unit * (math.sqrt(float(np.trace(identity))) + steep * np.sqrt(second)) ** 2
         columns += (w[rows] * lam) @ P
-        rows_norm = max(rows_norm, float(np.linalg.norm(M @ field, ord=2, axis=(1, 2)).max()))
-    slack = 1.0 + 1e-12 + 64.0 * _EPS * reach
+        field_norms[rows] = np.linalg.norm(M @ field, ord=2, axis=(1, 2))
+    # what a query and a key were made of, however much of it cancelled; a logit rounds by the one times the other
+    size = float(np.linalg.norm(mu.points, axis=1).max() + np.linalg.norm(centre))
+    q, made_q = _sides(queries, size * float(spectral_norm_upper(maps.Wq)))
+    y, made_y = _sides(keys, size * float(spectral_norm_upper(maps.Wk)))
+    reach = made_q * y + q * made_y + 64.0 * _EPS * made_q * made_y
+    if maps.quadratic:
+        reach += 2.0 * (made_y * y + 64.0 * _EPS * made_y**2)
+    slack = _rounding(reach, mu.dim + k)
     spread = float(np.abs(values).max(initial=0.0) * np.abs(keys).max(initial=0.0))
-    rows_norm += 64.0 * _EPS * math.sqrt(e * k) * spread * spectral_norm_upper(field)
+    rows_norm = float(field_norms.max()) + unit * math.sqrt(e * k) * spread * spectral_norm_upper(field)
     return math.sqrt(float((columns / w).max())) * slack + rows_norm * slack
 
 
@@ -182,8 +192,10 @@ def _pointwise(head: PointwiseAttention, U: Array, mu: Measure, times: Array | N
     g = x @ head.A.T
     turned = x @ head.A  # rows A^T x_j
     identity = U @ U.T
-    total, field_norm = 0.0, 0.0
+    rows, fields = np.zeros(n), np.zeros(n)
     sizes = np.linalg.norm(x, axis=1)
+    norm, rounded = float(spectral_norm_upper(U)), 4.0 * (n + e + x.shape[1] + 16) * _EPS
+    across = norm * float(spectral_norm_upper(head.A))
     kinked = isinstance(head, ReLUAttention)
     terms = np.linalg.norm(values, axis=1) * np.linalg.norm(turned, axis=1)
     for i in range(n):
@@ -197,17 +209,34 @@ def _pointwise(head: PointwiseAttention, U: Array, mu: Measure, times: Array | N
             loose = float((seen * terms)[kink].sum())
             slope = np.where(kink, 1.0, slope)
         weight = head.h.value(s)
+        # an exponential may fit where its square does not
+        unit = float(np.ldexp(1.0, int(np.frexp(max(np.abs(weight).max(), np.abs(slope).max()))[1])))
+        weight, slope = weight / unit, slope / unit
         # sum_j w_j (h U + h' v_j g^T)(h U^T + h' g v_j^T)
         mixed = np.outer((seen * weight * slope) @ values, U @ g[i])
         form = float(seen @ weight**2) * identity + mixed + mixed.T
         form += float(g[i] @ g[i]) * (values * (seen * slope**2)[:, None]).T @ values
-        lam = float(np.linalg.eigvalsh(form)[-1])
-        total += float(w[i]) * max(0.0, lam + 64.0 * e * _EPS * float(np.abs(form).max(initial=0.0)))
+        # the sum may cancel: what rounded is the size of its terms
+        steep = norm * sizes * float(np.linalg.norm(g[i]))
+        lam = float(np.linalg.eigvalsh(form)[-1]) + rounded * float(seen @ (norm * np.abs(weight) + slope * steep) ** 2)
+        rows[i] = math.sqrt(float(w[i])) * np.sqrt(np.maximum(lam, 0.0)) * unit
         field = (values * (seen * slope)[:, None]).T @ turned
-        field_norm = max(field_norm, spectral_norm_upper(field) + loose)
-    return (math.sqrt(total) + field_norm) * (1.0 + 1e-12)
+        fields[i] = (spectral_norm_upper(field) + rounded * float((seen * slope) @ sizes**2) * across) * unit + loose
+    size = float(rows.max(initial=0.0))  # nan, which is refused, if any of them is
+    total = size * float(np.linalg.norm(rows / size)) if size > 0.0 else size
+    reach = float(sizes.max()) * float(np.linalg.norm(g, axis=1).max())
+    if isinstance(head, ReLUAttention | LinearAttention):
+        # |h'| <= 1: the error of a logit is that of its weight
+        total, reach = total + rounded * reach * norm, 0.0
+    return (total + float(fields.max(initial=0.0))) * _rounding(reach, x.shape[1])
 
 
-def _logit_size(q: Array, keys: Array) -> float:
-    """A bound of the logits' size, which scales the rounding of their exponentials."""
-    return float(np.linalg.norm(q, axis=1).max(initial=0.0) * np.linalg.norm(keys, axis=1).max(initial=0.0))
+def _sides(y: Array, size: float) -> tuple[float, float]:
+    """The largest norm of a row, and what rounded in it."""
+    norm = float(np.linalg.norm(y, axis=1).max(initial=0.0))
+    return norm, norm + size
+
+
+def _rounding(size: float, terms: int) -> float:
+    """How much rounding may change weights whose logits add up ``terms`` numbers of this size: a factor, at least 1."""
+    return safe_exp(1e-12 + 8.0 * (terms + 8) * _EPS * size)

@@ -36,7 +36,7 @@ from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.p
 from otattn.lipschitz.bound import Bound, prove, prover
 from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.kim2021 import kim2021_dot_product, kim2021_l2
-from otattn.lipschitz.rounding import down, log, log_sum, product, safe_exp, top, up
+from otattn.lipschitz.rounding import LEAST, down, log, log_sum, product, safe_exp, top, up
 from otattn.lipschitz.setting import SoftmaxForm, check_two, refuse_bias, softmax_form
 from otattn.lipschitz.theorems import rounded_bound
 from otattn.measures import Ball, DiscreteMeasure
@@ -329,8 +329,8 @@ def _absorbed(form: SoftmaxForm, R: float) -> tuple[Any, dict[str, Any]]:
     alpha, size = top(form.norm_A), top(norm_upper(form.c))
     # minimises (alpha^2 + |c|^2 / r^2) (R^2 + r^2)^2; any r > 0 is valid. In units of R and of b = |c| /
     # (alpha R):
-    if alpha > 0 and (b2 := (size / (alpha * R)) ** 2) < 1e12:
-        b2 = max(b2, 1e-300)
+    if alpha * R > 0 and (b := size / (alpha * R)) < 1e6:
+        b2 = max(b * b, 1e-300)
         r2 = 2.0 * b2 / (b2 + math.sqrt(b2 * b2 + 8.0 * b2))
     else:
         r2 = 1.0
@@ -340,9 +340,11 @@ def _absorbed(form: SoftmaxForm, R: float) -> tuple[Any, dict[str, Any]]:
         column = column_of(form.c)
         square = lambda_max_upper(form.A @ form.A.T + (column / r) @ (column / r).T)
         return np.sqrt(square) * (np.square(lift(R)) + np.square(lift(r))), {"bias_absorbed": True}
-    widened = np.column_stack([form.A, form.c / r])
-    norm = spectral_norm_upper(widened) * (1.0 + form.error) + form.shift / r
-    return norm * (R * R) * (1.0 + r2), {"bias_absorbed": True}
+    # with R inside the norm, since c / r may exceed the largest float
+    root = math.sqrt(r2)
+    widened = np.column_stack([form.A * R, form.c / root])
+    norm = up(spectral_norm_upper(widened) * (1.0 + form.error) + form.shift / root) + widened.size * LEAST
+    return product(norm, R) * (1.0 + r2), {"bias_absorbed": True}
 
 
 def _rate(form: SoftmaxForm, R: float) -> tuple[float, Array, float, float]:

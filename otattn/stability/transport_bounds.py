@@ -161,7 +161,7 @@ def _root(total: float, p: float, unit: float, outward: float) -> float:
     if total <= 0.0:
         return TINY if outward > 0.0 else 0.0
     relative = (4.0 * POWER_UNITS + 2.0 * abs(math.log(total)) / p) * UNIT
-    return max(0.0, total ** (1.0 / p) * unit * (1.0 + outward * relative) + outward * TINY)
+    return max(total ** (1.0 / p) * unit * (1.0 + outward * relative) + outward * TINY, 0.0)
 
 
 def _power_of_two(value: float) -> float:

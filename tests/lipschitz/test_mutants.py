@@ -7,7 +7,15 @@ import pytest
 from scipy.special import lambertw
 
 from otattn import bounds, relaxations
-from otattn.attention import L2Attention, LinearAttention, MaskedAttention, RotaryAttention, SoftmaxAttention
+from otattn.attention import (
+    ExponentialAttention,
+    L2Attention,
+    LinearAttention,
+    MaskedAttention,
+    RotaryAttention,
+    SoftmaxAttention,
+)
+from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.intervals import lift, lower, upper
 from otattn.lipschitz.regions import Region, largest_norm, see
 from otattn.lipschitz.rounding import log_sum
@@ -260,3 +268,35 @@ def test_a_solver_proposes_the_multiplier_of_the_column_sums(alpha):
     head = SoftmaxAttention(alpha * np.eye(2), np.eye(2), bias=[0.7, -0.2])
     search = relaxations.kappa(head, Ball(1.5))
     assert relaxations.kappa(head, Ball(1.5), solver="CLARABEL").value == pytest.approx(search.value, rel=1e-6)
+
+
+def test_a_local_bound_whose_square_leaves_float64():
+    """Weights near ``e^600``: their squares overflow, and a sum with inf - inf in it proved nothing and was called 0."""
+    mu = DiscreteMeasure([[0.0365, -0.2858], [0.278, 0.0754]], [0.44, 0.56])
+    attention = ExponentialAttention([[3029.1, 794.0], [-6616.4, -1734.3]], [[-1.3, -0.4]])
+    local = local_lipschitz(attention, mu).value
+    assert 1e250 < local <= bounds.local_upper_bound(attention, mu).value <= 2.0 * local
+
+
+@pytest.mark.parametrize("kind", [LinearAttention, ExponentialAttention])
+def test_a_local_bound_counts_what_cancels(kind):
+    """One token with ``h U + h' v g^T = 0``: the row's part of the bound is all rounding."""
+    x = np.array([[1.7]])
+    attention = kind([[-1.0 / 1.7**2]], [[1.0]]) if kind is ExponentialAttention else kind([[1.0]], [[1e-9]])
+    value = bounds.local_upper_bound(attention, x).value
+    assert local_lipschitz(attention, x).value <= value <= 3.0 * local_lipschitz(attention, x).value + 1e-6
+
+
+def test_a_cluster_far_from_the_mean_keeps_its_covariance():
+    """A row that sees one atom only: its covariance is a difference of second moments that cancel."""
+    points = np.array([[0.0, 0.0], [1e6, 0.0], [1e6, 1.0]])
+    attention = SoftmaxAttention(np.array([[1e-5, 0.0], [0.0, 3.0]]), np.eye(2))
+    assert local_lipschitz(attention, points).value <= bounds.local_upper_bound(attention, points).value
+
+
+def test_published_bound_on_a_domain_of_subnormal_size():
+    attention = SoftmaxAttention([[0.3]], [[1.0]], bias=[2.0])
+    for radius in (5e-324, 1e-310, 1e-300, 1e-200):
+        found = bounds.castin2024_discrete(attention, radius=radius, n=3)
+        assert found.value >= 1.0
+        assert found.verify()

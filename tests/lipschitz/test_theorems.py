@@ -603,7 +603,7 @@ def test_local_bound_is_attained_and_scales():
     # a far cloud is the same cloud with a bias
     far = bounds.local_upper_bound(SoftmaxAttention(A, V), X + 100.0).value
     near = bounds.local_upper_bound(SoftmaxAttention(A, V, bias=A @ np.full(3, 100.0)), X).value
-    assert far == pytest.approx(near, rel=1e-9)
+    assert far == pytest.approx(near, rel=1e-7)  # the rounding of a cloud far from the origin is counted
 
 
 def test_local_bound_sees_the_measure_and_not_its_list_of_atoms():

@@ -184,7 +184,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     shift = np.maximum(0.0, -least) + 8.0 * d * EPS * size
     total = N + np.einsum("j,jab->ab", high, gaps) + np.einsum("j,jab->ab", high - low, L)
     value = lambda_max_upper(total) + float((high - low) @ shift)
-    value = max(0.0, value + 16.0 * (n + d) * EPS * float(high @ size))
+    value = max(value + 16.0 * (n + d) * EPS * float(high @ size), 0.0)  # nan stays nan, which proves nothing
     return max(float(problem["scale"] ** 2 * value), LEAST if problem["scale"] > 0.0 else 0.0)
 
 
