@@ -92,9 +92,10 @@ def fingerprint(*parts: Any) -> str:
     """
     walk = _Walk({}, {})
     try:
-        walk.sequence("parts", parts, "")
+        for part in parts:
+            walk.value(part, "")
     except RecursionError:
-        raise _refusal("a part", parts, "it is nested too deeply") from None
+        raise _refusal("", parts, "it is nested too deeply") from None
     return walk.digest.hexdigest()
 
 
@@ -123,7 +124,7 @@ class _Walk:
     def sequence(self, kind: str, values: Any, where: str) -> None:
         self.put(kind, str(len(values)))
         for k, value in enumerate(values):
-            self.value(value, f"{where}[{k}]" if where else f"part {k + 1}")
+            self.value(value, f"{where}[{k}]")
 
     def attributes(self, kind: str, values: Mapping[str, Any], where: str) -> None:
         """Named values, in the order of their names."""
@@ -222,7 +223,7 @@ class _Walk:
             self.put(kind.__name__, str(len(value)))
             for key, entry in value.items():
                 self.value(key, f"{where} key")
-                self.value(entry, f"{where}.{key}" if isinstance(key, str) and where else f"{where}[{key!r}]")
+                self.value(entry, f"{where}.{key}".lstrip(".") if isinstance(key, str) else f"{where}[{key!r}]")
         elif isinstance(value, (set, frozenset)):
             self.value(kind, where)
             self.put("set", *sorted(self._apart(entry, f"{where} entry") for entry in value))

@@ -96,6 +96,7 @@ def package_of(value: Any) -> str | None:
     """
     if isinstance(value, ModuleType):
         return _package(value.__name__)
+    candidates: list[tuple[Any, Any]]
     if isinstance(value, np.ufunc):
         candidates = [(module, value.__name__) for module in ("numpy", "scipy.special")]
     else:
