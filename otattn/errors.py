@@ -4,6 +4,7 @@ __all__ = [
     "CertificateError",
     "ConvergenceError",
     "MemoryBudgetError",
+    "NoJacobianError",
     "NotGaussianPreservingError",
     "OtattnError",
     "StoreError",
@@ -26,6 +27,10 @@ class CertificateError(OtattnError, RuntimeError):
 
 class NotGaussianPreservingError(OtattnError, TypeError):
     """The attention variant does not map Gaussian measures to Gaussian measures."""
+
+
+class NoJacobianError(OtattnError, NotImplementedError):
+    """The map is known by its values only: it has no analytic Jacobian."""
 
 
 class MemoryBudgetError(OtattnError, MemoryError):

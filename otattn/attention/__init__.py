@@ -2,6 +2,7 @@
 
 from otattn.attention.base import AttentionMap
 from otattn.attention.compose import Compose, Residual, TransformerBlock
+from otattn.attention.function import FunctionAttention
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.l2 import L2Attention
 from otattn.attention.masked import MaskedAttention
@@ -23,6 +24,7 @@ __all__ = [
     "AttentionMap",
     "Compose",
     "ExponentialAttention",
+    "FunctionAttention",
     "JacobianOperator",
     "L2Attention",
     "LayerNorm",

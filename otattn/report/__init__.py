@@ -1,7 +1,9 @@
 """The main job: one report on a layer of attention, in Markdown, JSON and pictures."""
 
-from otattn.report.build import build_report
-from otattn.report.section import Section
-from otattn.report.stability_section import LayerPairs
+import lazy_loader  # type: ignore[import-untyped]
 
-__all__ = ["LayerPairs", "Section", "build_report"]
+# the command line needs the folder of the output before it needs the sections, which load the whole package
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={"build": ["build_report"], "section": ["Section"], "stability_section": ["LayerPairs"]},
+)

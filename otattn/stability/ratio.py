@@ -14,7 +14,6 @@ from otattn.attention.base import AttentionMap
 from otattn.distances.bures import bures_wasserstein
 from otattn.distances.conditional import conditional_wasserstein
 from otattn.distances.wasserstein import wasserstein
-from otattn.errors import ConvergenceError
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability.certify import Evidence, Resolution, certify
 from otattn.stability.gaussian_margins import gaussian_margins
@@ -112,6 +111,7 @@ def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) 
     Parameters
     ----------
     attention : AttentionMap
+        A function ``(x, mu) -> values`` is one as ``FunctionAttention(function)``; nothing is then certified.
     mu, nu : measures or array_like (n, d), (m, d)
         Both discrete; or both Gaussian, with Bures-Wasserstein distances and ``p = 2``; or both space-time
         measures of one time marginal, with conditional distances. An array is the uniform measure on its
@@ -131,7 +131,7 @@ def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) 
     TypeError
         The measures are of different kinds, or of a kind that the attention does not act on.
     OverflowError
-        An image is not representable in float64.
+        An image, a distance or the ratio is not representable in float64.
     ConvergenceError
         The transport could not be certified.
 
@@ -154,7 +154,8 @@ def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) 
 def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[Moved, Moved]:
     """The pair as measures of one kind and one space, on which ``attention`` acts and ``W_p`` is defined."""
     if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}.")
+        fix = "wrap it as FunctionAttention(function)" if callable(attention) else "build one, such as SoftmaxAttention"
+        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; {fix}.")
     gaussian = isinstance(mu, GaussianMeasure), isinstance(nu, GaussianMeasure)
     first: Moved
     second: Moved
@@ -211,7 +212,7 @@ def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[S
     images: tuple[Any, Any] = (attention.pushforward(mu), attention.pushforward(nu))
     numerator = _distance(*images, p)
     if not np.isfinite(numerator / denominator):
-        raise ConvergenceError(
+        raise OverflowError(
             f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take measures further apart."
         )
     if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
