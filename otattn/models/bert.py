@@ -26,9 +26,11 @@ def _zeros(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
 
 
 def _doubt(given: Mapping[str, Any], facts: Mapping[str, Any]) -> str | None:
+    """RoBERTa has the same tensors, but its positions start after the padding token's index, 1."""
     if facts["types"] == 1 and given.get("type_vocab_size") is None:
         return "has one row of token_type_embeddings, as RoBERTa, whose positions start elsewhere"
-    return None
+    pad = given.get("pad_token_id")
+    return None if pad in (None, 0) else f"has pad_token_id {pad!r}, as RoBERTa, whose positions start elsewhere"
 
 
 FAMILY = Family(

@@ -56,11 +56,11 @@ _ALIASES = {
 }
 
 
-def activation_name(name: str) -> str:
+def activation_name(name: str, what: str = "activation") -> str:
     """The activation's own name for the names that configuration files use."""
     known = _ALIASES.get(name, name) if isinstance(name, str) else None
     if known not in _FUNCTIONS:
-        raise ValueError(f"activation must be one of {sorted({*_FUNCTIONS, *_ALIASES})}, received {name!r}.")
+        raise ValueError(f"{what} must be one of {sorted({*_FUNCTIONS, *_ALIASES})}, received {name!r}.")
     return str(known)
 
 

@@ -127,14 +127,19 @@ def same(fact: str) -> Rule:
     return rule
 
 
+def _equal(a: Any, b: Any) -> bool:
+    """1 is 1.0, but not True."""
+    return isinstance(a, bool) == isinstance(b, bool) and type(a == b) is bool and a == b
+
+
 def neutral(*values: Any) -> Rule:
-    """One of these values, or None."""
+    """One of these values. None is one, too, unless the key must be on: what reads it takes None as off."""
+    allowed = values if any(v is True for v in values) else (*values, None)
 
     def rule(value: Any, _: Facts) -> str | None:
-        # True is not 1 here, and 1.0 is
-        if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
+        if any(_equal(value, v) for v in allowed):
             return None
-        return " or ".join(repr(v) for v in (*values, None))
+        return " or ".join(repr(v) for v in allowed)
 
     return rule
 
@@ -154,7 +159,8 @@ def every(pattern: str) -> Rule:
 COMMON: dict[str, Rule] = {
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"), neutral(False)),
     # off would change what the hidden states are
-    **dict.fromkeys(("tie_last_hidden_states", "use_rope", "rope"), neutral(True)),
+    **dict.fromkeys(("use_rope", "rope"), neutral(True)),
+    "tie_last_hidden_states": neutral(True, None),
     "pruned_heads": neutral({}),
     "quantization_config": neutral(),
 }

@@ -77,8 +77,16 @@ def configure(
         value = override.get(name)
         return family.keys.read(given, name, origin) if value is None else value
 
-    heads = whole(read("heads"), "num_heads", most=1 << 16)
-    groups = heads if "kv_heads" not in family.keys.fields else whole(read("kv_heads") or heads, "num_kv_heads")
+    def label(name: str) -> str:
+        keys = family.keys.fields[name].keys
+        return (
+            name if override.get(name) is not None or not keys else f"{' or '.join(keys)} (configuration of {origin})"
+        )
+
+    heads = whole(read("heads"), label("heads"), most=1 << 16)
+    groups = heads
+    if "kv_heads" in family.keys.fields and (given_groups := read("kv_heads")) is not None:
+        groups = whole(given_groups, label("kv_heads"), most=heads)
     _fit_heads(layout, heads, groups)
     # what contradicts the tensors is told before what is merely unknown
     family.keys.check(given, {**facts, "given": given}, origin)
@@ -88,15 +96,15 @@ def configure(
     length = facts.get("positions")
     if "max_length" in family.keys.fields:
         length = read("max_length")
-        length = None if length is None else whole(length, "the context length")
+        length = None if length is None else whole(length, label("max_length"))
     turned = None
     if family.rotary is not None and rotary is not None:
         width = facts["width"]
         given_turned = family.keys.read(given, "rotary_dim", origin) if "rotary_dim" in family.keys.fields else None
         turned = {
-            "base": number(rotary["base"], "the base of the rotary frequencies"),
+            "base": number(rotary["base"], label("base"), least=1.0),
             "layout": family.rotary,
-            "rotary_dim": width if given_turned is None else whole(given_turned, "the rotary dimension", most=width),
+            "rotary_dim": width if given_turned is None else whole(given_turned, label("rotary_dim"), most=width),
         }
     return ModelConfig(
         family=family.name,
@@ -106,8 +114,8 @@ def configure(
         dim=facts["d"],
         vocab_size=facts["vocab"],
         max_length=length,
-        eps=number(read("eps"), "eps", most=1.0),
-        activation=activation_name(read("activation")),
+        eps=number(read("eps"), label("eps"), most=1e6),
+        activation=activation_name(read("activation"), label("activation")),
         pre_norm=family.pre_norm,
         causal=family.causal,
         rotary=turned,

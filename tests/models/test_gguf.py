@@ -138,7 +138,7 @@ def test_other_architectures_are_refused(weights: syn.Weights, tmp_path: Path) -
     with pytest.raises(ValueError, match="llama type"):
         llama(tmp_path / "x.gguf")
     write(tmp_path / "y.gguf", weights, change=lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR))
-    with pytest.raises(ValueError, match="rope.scaling.type .* received 'linear'"):
+    with pytest.raises(ValueError, match=r"rope\.scaling\.type .* received 'linear'"):
         llama(tmp_path / "y.gguf")
 
 
