@@ -203,7 +203,7 @@ def llama_forward(w: Weights, ids: np.ndarray, *, heads: int, kv: int, eps: floa
         stem = f"model.layers.{number}."
 
         def at(name: str, x: np.ndarray, stem: str = stem) -> np.ndarray:
-            return x @ w[f"{stem}{name}.weight"].T
+            return x @ w[f"{stem}{name}.weight"].T + w.get(f"{stem}{name}.bias", 0.0)
 
         def normed(name: str, x: np.ndarray, stem: str = stem) -> np.ndarray:
             return np.array([rms_norm(row, w[f"{stem}{name}.weight"], eps) for row in x])
