@@ -9,7 +9,7 @@ import numpy as np
 
 from otattn.lipschitz.comparison import RealAgainstAdversarial
 from otattn.lipschitz.enclosure import EnclosureTable
-from otattn.plotting.style import COLORS, axes
+from otattn.plotting.style import COLORS, axes, expect
 
 __all__ = ["plot_enclosure", "plot_head_enclosures", "plot_real_against_adversarial"]
 
@@ -19,6 +19,7 @@ def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
 
     A mean-field row (any measure) is drawn as horizontal lines.
     """
+    expect(table, EnclosureTable, "table")
     ax = axes(ax)
     rows = table.rows()
     finite = [r for r in rows if r[table.parameter] is not None]
@@ -66,6 +67,7 @@ def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Any = None)
 
 def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = None) -> Any:
     """Local constants at real and at adversarial tokens, one thin line a head, geometric means with exponents."""
+    expect(result, RealAgainstAdversarial, "result")
     ax = axes(ax)
     n = result.growth.n_values
     groups = (

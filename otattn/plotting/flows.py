@@ -15,7 +15,7 @@ from otattn.dynamics.mean_field_limit import MeanFieldLimit
 from otattn.dynamics.polytope import LimitPolytope
 from otattn.dynamics.residual import DepthConvergence
 from otattn.dynamics.trajectory import Trajectory
-from otattn.plotting.style import COLORS, axes
+from otattn.plotting.style import COLORS, axes, expect
 
 __all__ = [
     "animate_flow",
@@ -66,6 +66,7 @@ def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
     ValueError
         Another dimension.
     """
+    expect(trajectory, Trajectory, "trajectory")
     if trajectory.dim > 2:
         raise ValueError(
             f"trajectory must have dimension 1 or 2, received {trajectory.dim}; plot_sphere_flow draws dimension 3."
@@ -105,6 +106,7 @@ def plot_sphere_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
         Of dimension 3, usually with ``normalization="sphere"``.
     ax : three-dimensional matplotlib Axes, optional
     """
+    expect(trajectory, Trajectory, "trajectory")
     if trajectory.dim != 3:
         raise ValueError(
             f"trajectory must have dimension 3, received {trajectory.dim}; plot_token_flow draws the plane."
@@ -134,6 +136,7 @@ def plot_cluster_counts(history: ClusterHistory, *, ax: Any = None) -> Any:
     history : ClusterHistory
     ax : matplotlib Axes, optional
     """
+    expect(history, ClusterHistory, "history")
     ax = axes(ax)
     ax.step(history.times, history.counts, where="post", color=COLORS["blue"], lw=1.8)
     long = sorted(history.plateaus()[:-1], key=lambda p: p.duration, reverse=True)[:3]
@@ -166,6 +169,8 @@ def plot_limit_polytope(polytope: LimitPolytope, trajectory: Trajectory, *, ax: 
         The flow of which it is the limit.
     ax : matplotlib Axes, optional
     """
+    expect(polytope, LimitPolytope, "polytope")
+    expect(trajectory, Trajectory, "trajectory")
     ax = plot_token_flow(trajectory, ax=ax)
     x = polytope.vertices - polytope.vertices.mean(axis=0)
     around = polytope.vertices[np.argsort(np.arctan2(x[:, 1], x[:, 0]))]
@@ -191,6 +196,7 @@ def plot_flow_stability(stability: FlowStability, *, ax: Any = None) -> Any:
     Bounds may be above the largest float: what is drawn are logarithms, and what leaves them too ends the curve. The axis
     of ordinates is symmetric-logarithmic when bounds exceed the measured growth a hundredfold.
     """
+    expect(stability, FlowStability, "stability")
     ax = axes(ax)
     with np.errstate(divide="ignore"):
         logs = np.log(stability.ratios) / LOG10
@@ -214,6 +220,7 @@ def plot_flow_stability(stability: FlowStability, *, ax: Any = None) -> Any:
 
 def plot_depth_convergence(study: DepthConvergence, *, ax: Any = None) -> Any:
     """Distance of residual networks from their flow against the depth, log-log, with the fitted order."""
+    expect(study, DepthConvergence, "study")
     ax = axes(ax)
     fit = study.fit()
     ax.loglog(study.depths, study.errors, color=COLORS["blue"], marker="o", ms=4, lw=0, label="network against flow")
@@ -227,6 +234,7 @@ def plot_depth_convergence(study: DepthConvergence, *, ax: Any = None) -> Any:
 
 def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Any = None) -> Any:
     """Distance of n-particle flows from the limit flow against n, log-log: samples (dots), their mean, fitted rate."""
+    expect(study, MeanFieldLimit, "study")
     ax = axes(ax)
     fit = study.fit()
     for k, values in enumerate(study.distances.T):
@@ -267,6 +275,7 @@ def animate_flow(
     ValueError
         Another dimension, or another ending of the path.
     """
+    expect(trajectory, Trajectory, "trajectory")
     from matplotlib import animation
 
     if trajectory.dim != 2:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from otattn.dynamics.gaussian_trajectory import GaussianTrajectory
 from otattn.dynamics.limit_rank import RankHistogram
 from otattn.plotting.flows import axes_3d
-from otattn.plotting.style import COLORS, axes
+from otattn.plotting.style import COLORS, axes, expect
 
 __all__ = [
     "plot_covariance_cone",
@@ -98,6 +98,7 @@ def plot_shape_disc(trajectories: GaussianTrajectory | Iterable[GaussianTrajecto
 
 def plot_covariance_ellipses(trajectory: GaussianTrajectory, *, count: int = 8, ax: Any = None) -> Any:
     """Ellipses of one standard deviation at ``count`` of the times, from light to dark."""
+    expect(trajectory, GaussianTrajectory, "trajectory")
     _plane(trajectory)
     ax = axes(ax, figsize=(5.0, 5.0))
     angle = np.linspace(0.0, 2.0 * np.pi, 181)
@@ -129,7 +130,9 @@ def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, 
     histograms : one or several RankHistogram
     ax : matplotlib Axes, optional
     """
-    many = [histograms] if isinstance(histograms, RankHistogram) else list(histograms)
+    many: list[Any] = list(histograms) if isinstance(histograms, Iterable) else [histograms]
+    for h in many:
+        expect(h, RankHistogram, "histograms")
     ax = axes(ax)
     width = 0.8 / len(many)
     top = max(h.dim for h in many)
@@ -150,7 +153,11 @@ def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, 
 
 
 def _plane(trajectories: GaussianTrajectory | Iterable[GaussianTrajectory]) -> list[GaussianTrajectory]:
-    flows = [trajectories] if isinstance(trajectories, GaussianTrajectory) else list(trajectories)
+    flows: list[Any] = [trajectories]
+    if isinstance(trajectories, Iterable) and not isinstance(trajectories, GaussianTrajectory):
+        flows = list(trajectories)
+    for g in flows:
+        expect(g, GaussianTrajectory, "trajectories")
     if not flows or any(g.dim != 2 or not len(g) for g in flows):
         dims = sorted({g.dim for g in flows})
         raise ValueError(f"trajectories must have dimension 2 and at least one time, received dimensions {dims}.")

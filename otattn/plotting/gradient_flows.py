@@ -9,7 +9,7 @@ import numpy as np
 from otattn.gradient_flow.convexity import DisplacementConvexity
 from otattn.gradient_flow.dissipation import EnergyDissipation
 from otattn.gradient_flow.table import StructureTable
-from otattn.plotting.style import COLORS, axes
+from otattn.plotting.style import COLORS, axes, expect
 
 __all__ = ["plot_displacement_convexity", "plot_energy_dissipation", "plot_structure_table"]
 
@@ -29,6 +29,7 @@ def plot_energy_dissipation(result: EnergyDissipation, *, ax: Any = None) -> Any
     -------
     matplotlib Axes
     """
+    expect(result, EnergyDissipation, "result")
     ax = axes(ax)
     unit = "" if result.log_scale == 0.0 else f", in units of exp({result.log_scale:.3g})"
     work = "work of the velocity" + (", weighted by Z" if result.mobility else "")
@@ -57,6 +58,7 @@ def plot_structure_table(table: StructureTable, *, ax: Any = None) -> Any:
     -----
     Cells give the defect, by its power of ten below 0.01; a dash marks tests that do not apply.
     """
+    expect(table, StructureTable, "table")
     ax = axes(ax, figsize=(7.6, 1.2 + 0.24 * len(table.rows)))
     data = np.full((len(table.rows), len(_COLUMNS)), np.nan)
     for i, row in enumerate(table.rows):
@@ -87,6 +89,7 @@ def plot_displacement_convexity(result: DisplacementConvexity, *, ax: Any = None
     result : DisplacementConvexity
     ax : matplotlib Axes, optional
     """
+    expect(result, DisplacementConvexity, "result")
     ax = axes(ax)
     t, e = result.times, result.energies
     ax.plot(t, e, color=COLORS["blue"], lw=2, label="E along the geodesic")

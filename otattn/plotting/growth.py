@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from otattn.lipschitz.growth import LocalGrowth
-from otattn.plotting.style import COLORS, axes
+from otattn.plotting.style import COLORS, axes, expect
 
 __all__ = ["plot_crossover", "plot_local_growth"]
 
@@ -28,6 +28,7 @@ def plot_local_growth(
     -------
     matplotlib Axes
     """
+    expect(growth, LocalGrowth, "growth")
     ax = axes(ax)
     n = growth.n_values
     per_head = growth.values.mean(axis=1)

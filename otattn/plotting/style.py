@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["COLORS", "axes", "save"]
+__all__ = ["COLORS", "axes", "expect", "save"]
 
 # Okabe and Ito's palette: distinguishable with every common colour blindness
 COLORS = {
@@ -32,6 +32,40 @@ def axes(ax: Any = None, *, figsize: tuple[float, float] = (6.4, 4.2)) -> Any:
     out = figure.add_subplot()
     out.spines[["top", "right"]].set_visible(False)
     return out
+
+
+DRAWN_BY = {
+    "ClusterHistory": "plot_cluster_counts",
+    "DepthConvergence": "plot_depth_convergence",
+    "DisplacementConvexity": "plot_displacement_convexity",
+    "EnclosureTable": "plot_enclosure",
+    "EnergyDissipation": "plot_energy_dissipation",
+    "FlowStability": "plot_flow_stability",
+    "GaussianTrajectory": "plot_covariance_ellipses, plot_covariance_cone and plot_shape_disc",
+    "LimitPolytope": "plot_limit_polytope",
+    "LocalGrowth": "plot_local_growth",
+    "MeanFieldLimit": "plot_mean_field_limit",
+    "RankHistogram": "plot_rank_histogram",
+    "RealAgainstAdversarial": "plot_real_against_adversarial",
+    "StabilityStudy": "plot_stability",
+    "StructureTable": "plot_structure_table",
+    "Trajectory": "plot_token_flow, plot_sphere_flow and animate_flow",
+}
+"""Which functions draw a result."""
+
+
+def expect(value: Any, kind: type, name: str) -> None:
+    """Refuse a result that a function does not draw, with the name of the one that does.
+
+    Raises
+    ------
+    TypeError
+        ``value`` is not of the type ``kind``.
+    """
+    if not isinstance(value, kind):
+        other = DRAWN_BY.get(type(value).__name__)
+        fix = f"{other} take{'' if ' and ' in other else 's'} that" if other else f"build a {kind.__name__} first"
+        raise TypeError(f"{name} must be a {kind.__name__}, received {type(value).__name__}; {fix}.")
 
 
 def save(ax: Any, path: Any, *, dpi: int = 160) -> None:

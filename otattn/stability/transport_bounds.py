@@ -85,10 +85,20 @@ def pair_slices(mu: Measure, nu: Measure) -> list[Slice]:
 
 
 def distance_bounds(x: Enclosed, y: Enclosed) -> tuple[Array, Array]:
-    """Entrywise bounds of ``|x_i - y_j|``, ``(n, m)`` each."""
-    d = x.shape[1]
+    """Entrywise bounds of ``|x_i - y_j|``, ``(n, m)`` each.
+
+    Raises
+    ------
+    ValueError
+        One enclosure is in double-double and the other is not: the low parts of the finer one would be left out, and
+        the bounds would not hold.
+    """
+    if x.fine != y.fine:
+        raise ValueError(
+            f"x and y must be enclosed with one precision, received fine={x.fine} and fine={y.fine}; enclose both alike."
+        )
+    d, fine = x.shape[1], x.fine
     with np.errstate(all="ignore"):
-        fine = x.low is not None and y.low is not None
         D = np.zeros((len(x.high), len(y.high))) if fine else cdist(x.high, y.high)
         rows, cols = np.nonzero(~(np.abs(np.log(D)) < SAFE))
         step = max(1, _BLOCK // d)

@@ -225,3 +225,10 @@ def test_distances_of_every_size() -> None:
                 exact = mp.sqrt(mp.fsum((mp.mpf(s) - mp.mpf(t)) ** 2 for s, t in zip(x, y, strict=True)))
                 assert lower[i, j] <= exact <= upper[i, j]
                 assert upper[i, j] <= lower[i, j] * (1 + 1e-13) + 1e-300
+
+
+def test_distances_need_one_precision() -> None:
+    x = np.array([[0.0, 1.0]])
+    for fine in (False, True):
+        with pytest.raises(ValueError, match="one precision"):
+            distance_bounds(Enclosed.exact(x, fine=fine), Enclosed.exact(x + 1.0, fine=not fine))
