@@ -79,15 +79,15 @@ def configure(
 
     def label(name: str) -> str:
         keys = family.keys.fields[name].keys
-        return (
-            name if override.get(name) is not None or not keys else f"{' or '.join(keys)} (configuration of {origin})"
-        )
+        if override.get(name) is not None or not keys:
+            return "num_heads" if name == "heads" else name
+        return f"{' or '.join(keys)} (configuration of {origin})"
 
     heads = whole(read("heads"), label("heads"), most=1 << 16)
     groups = heads
     if "kv_heads" in family.keys.fields and (given_groups := read("kv_heads")) is not None:
         groups = whole(given_groups, label("kv_heads"), most=heads)
-    _fit_heads(layout, heads, groups)
+    _fit_heads(layout, heads, groups, " and ".join(label(n) for n in ("heads", "kv_heads") if n in family.keys.fields))
     # what contradicts the tensors is told before what is merely unknown
     family.keys.check(given, {**facts, "given": given}, origin)
     doubt = family.doubt(given, facts) if given.get("model_type") is None else None
@@ -122,13 +122,13 @@ def configure(
     )
 
 
-def _fit_heads(layout: Layout, heads: int, groups: int) -> None:
+def _fit_heads(layout: Layout, heads: int, groups: int, names: str) -> None:
     """Heads share the rows evenly; their widths become facts."""
     facts = layout.facts
     q, k, v, out = (facts.get(side, facts["d"]) for side in ("q", "k", "v", "o"))
     if heads % groups or q % heads or k % groups or v % groups or q // heads != k // groups:
         raise ValueError(
-            f"num_heads and num_kv_heads must divide {q} and {k} rows (and {v} of values) into heads of one width, and one "
+            f"{names} must divide {q} and {k} rows (and {v} of values) into heads of one width, and one "
             f"another, in {layout.checkpoint.origin}, received {heads} and {groups}; check the configuration."
         )
     if out != heads * (v // groups):
