@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-__all__ = ["existing", "foreign", "objects_once", "read_json", "refuse_pointer"]
+__all__ = ["existing", "foreign", "is_folder", "objects_once", "read_json", "refuse_pointer"]
 
 MAX_JSON = 16 * 2**20
 """Most bytes of a configuration or of the header of a checkpoint; a header of 100,000 tensors has about 10 MiB."""
@@ -41,6 +41,14 @@ _SUFFIXES = {
     ".pt": ("a file of torch", _CONVERT),
     ".pth": ("a file of torch", _CONVERT),
 }
+
+
+def is_folder(path: Path) -> bool:
+    """False, too, for names that no file can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def existing(path: str | PathLike[str]) -> Path:

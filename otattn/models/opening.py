@@ -10,7 +10,7 @@ from typing import Any
 from otattn.models.checkpoint import Checkpoint
 from otattn.models.family import Layout
 from otattn.models.feed_forward import activation_name
-from otattn.models.files import read_json
+from otattn.models.files import is_folder, read_json
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.keys import number, whole
 from otattn.models.transformer import ModelConfig
@@ -33,7 +33,7 @@ def read_config(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         return dict(config)
     if config is not None:
         path = Path(config)
-        return read_json(path / "config.json" if path.is_dir() else path)
+        return read_json(path / "config.json" if is_folder(path) else path)
     if checkpoint.folder is not None and (checkpoint.folder / "config.json").is_file():
         return read_json(checkpoint.folder / "config.json")
     return {}
