@@ -227,6 +227,7 @@ class _Walk:
         elif isinstance(value, (set, frozenset)):
             self.value(kind, where)
             self.put("set", *sorted(self._apart(entry, f"{where} entry") for entry in value))
+            self.attributes("state", getattr(value, "__dict__", {}), where)
         elif isinstance(value, CellType):
             self.sequence("cell", [value.cell_contents] if value != CellType() else [], where)
         elif isinstance(value, MethodType):
@@ -235,6 +236,7 @@ class _Walk:
             self.value(kind, where)
             self.sequence("partial", (value.func, value.args), where)
             self.attributes("keywords", value.keywords, where)
+            self.attributes("state", vars(value), where)
         elif isinstance(value, (staticmethod, classmethod)):
             self.sequence(kind.__name__, (value.__func__,), where)
         elif isinstance(value, property):
@@ -295,6 +297,8 @@ class _Walk:
                 self.attributes("state", {k: v for k, v in part.items() if not _cached(value, k)}, where)
             else:
                 self.value(part, where)
+        if isinstance(value, np.ndarray) and package_of(type(value)) is None:
+            self.attributes("attributes", vars(value), where)  # pickle forgets them
         self.sequence("items", list(items or ()), where)
         self.sequence("pairs", list(pairs or ()), where)
 

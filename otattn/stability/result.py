@@ -294,11 +294,14 @@ class StabilityStudy:
                 Resolution(meta["resolution"]),
             )
             labels = {str(k): str(v) for k, v in meta["labels"].items()}
+            study = cls(terms[0], terms[1], best, best.p, seed, attention, sampler, labels)
+            if terms[0].shape != terms[1].shape or best.value != study.ratios.max():
+                raise ValueError(f"its best value {best.value!r} is not the largest of its ratios")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ValueError(
                 f"{path} must be a study written by StabilityStudy.save, but it is not, or it is damaged ({exc})."
             ) from exc
-        return cls(terms[0], terms[1], best, best.p, seed, attention, sampler, labels)
+        return study
 
     def __repr__(self) -> str:
         return (

@@ -224,6 +224,19 @@ class Colour(enum.Enum):
 Pair = namedtuple("Pair", "a b")
 
 
+class Labelled(set):
+    """A set with an attribute."""
+
+
+class Tagged(np.ndarray):
+    """An array with an attribute, which pickle forgets."""
+
+
+def with_label(value: Any, label: float) -> Any:
+    value.label = label
+    return value
+
+
 class Caching:
     """A value that is computed once does not change what the object is."""
 
@@ -351,6 +364,9 @@ def test_different_values_have_different_hashes() -> None:
             np.dtype("f8"),
         ),
     ]
+    values += [with_label(Labelled(), 1.0), with_label(Labelled(), 2.0)]
+    values += [with_label(np.zeros(2).view(Tagged), label) for label in (1.0, 2.0)]
+    values += [with_label(functools.partial(cloud), label) for label in (1.0, 2.0)]
     hashes = [fingerprint(value) for value in values]
     same = [
         (repr(a), repr(b)) for k, a in enumerate(values) for j, b in enumerate(values[:k]) if hashes[k] == hashes[j]

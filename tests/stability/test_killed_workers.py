@@ -1,5 +1,6 @@
 """A killed worker ends the study in our words and loses nothing finished; a killed study takes its workers with it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 import otattn as oa
 from otattn.errors import WorkerError
+from otattn.stability import DirectoryStore
 
 SOFTMAX = oa.SoftmaxAttention([[1.0, 0.5], [0.0, -1.0]], [[1.0, 0.0], [0.3, 1.0]])
 PAIRS = 40
@@ -76,7 +78,8 @@ class Slow:
 sys_argv_folder, backend, sys_argv_pause = sys.argv[1:]
 attention = oa.SoftmaxAttention([[1.0, 0.5], [0.0, -1.0]], [[1.0, 0.0], [0.3, 1.0]])
 with joblib.parallel_config(backend=backend):
-    oa.stability_study(attention, Slow(), n_pairs=100_000, rng=0, n_jobs=2, progress=False)
+    oa.stability_study(attention, Slow(), n_pairs=100_000, rng=0, n_jobs=2, progress=False,
+                       store=sys_argv_folder + "-store", key="slow")
 """
 
 
@@ -117,6 +120,9 @@ def test_the_workers_of_a_killed_study_end(tmp_path: Path, backend: str, pause: 
     finally:
         run.kill()
         run.wait()
+    store = DirectoryStore(tmp_path / "pids-store")
+    store.open(json.loads((store.path / "study.json").read_text())["fingerprint"])  # no worker holds the lock
+    store.close()
     deadline = time.monotonic() + 60
     while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -163,6 +163,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match="must be"):
             StabilityStudy.load(path)
+    path.write_bytes(whole)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    arrays["numerators"] = 1.5 * arrays["numerators"]
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match="is not the largest of its ratios"):
+        StabilityStudy.load(path)
     np.savez(path, meta=np.array("[]"))
     with pytest.raises(ValueError, match=r"written by StabilityStudy.save"):
         StabilityStudy.load(path)
