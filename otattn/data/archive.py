@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from otattn.data.npy_header import Header, Refused, read_header
 
-__all__ = ["MAX_BYTES", "outline_npy", "outline_npz", "read_npy", "read_npz"]
+__all__ = ["MAX_BYTES", "names_npz", "outline_npy", "outline_npz", "read_npy", "read_npz"]
 
 MAX_BYTES = 4 * 2**30
 """Most bytes that the arrays read from one file may become together, as float64."""
@@ -96,6 +96,12 @@ def outline_npz(
     with _archive(path) as (file, archive):
         headers = _headers(file, archive, keys, _allowance(file, max_bytes))
         return {name: header.outline() for name, (_, header) in headers.items()}
+
+
+def names_npz(path: str | PathLike[str]) -> list[str]:
+    """Names of the arrays in an ``.npz`` file; nothing of them is read."""
+    with _archive(path) as (_, archive):
+        return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
 
 
 def read_npy(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import MultiHeadAttention, SoftmaxAttention
-from otattn.data.archive import outline_npy, outline_npz, read_npy, read_npz
+from otattn.data.archive import names_npz, outline_npy, outline_npz, read_npy, read_npz
 
 __all__ = ["SampleLayer", "load_layer"]
 
@@ -24,6 +26,8 @@ OUTPUT = ("output_weight", "output_bias")
 MATRICES = ("A", "V")
 OTHERS = ("num_heads", "hidden_states", "token_ids", "bias")
 KEYS = frozenset((*PROJECTIONS, *BIASES, *OUTPUT, *MATRICES, *OTHERS))
+_PARTS = "q k v query key value output bias weight norm scale mask heads rotary lora"
+"""Words in the names of arrays that would change a layer."""
 MAX_HEADS = 4096
 
 
@@ -114,6 +118,12 @@ def load_layer(
     own = with_tokens and tokens_npy is None
     wanted = KEYS if own else KEYS - {"hidden_states", "token_ids"}
     name = "hidden_states" if tokens_npy is None else "tokens_npy"
+    strange = [name for name in names_npz(weights_npz) if _doubtful(name)]
+    if strange:
+        raise ValueError(
+            f"arrays of a layer in {weights_npz} must be among {', '.join(sorted(KEYS))}, received {', '.join(strange[:4])}: is "
+            "a name misspelt? Rename it, or leave it out."
+        )
     shapes = outline_npz(weights_npz, wanted)
     if "num_heads" in shapes and shapes["num_heads"].size == 1:
         shapes |= read_npz(weights_npz, ["num_heads"])
@@ -122,6 +132,14 @@ def load_layer(
     arrays = read_npz(weights_npz, wanted)
     tokens = arrays.get("hidden_states") if tokens_npy is None else read_npy(tokens_npy)
     return build_layer(arrays, tokens, arrays.get("token_ids"), origin=f"read from {weights_npz}", tokens_name=name)
+
+
+def _doubtful(name: str) -> bool:
+    """Not a name that is read, but like one, or of a part of attention: to ignore it would be another map."""
+    said = set(re.split(r"[^a-z]+", name.lower()))
+    return name not in KEYS and bool(
+        said & set(_PARTS.split()) or get_close_matches(name.lower(), [key.lower() for key in KEYS], n=1, cutoff=0.75)
+    )
 
 
 def build_layer(

@@ -9,6 +9,7 @@ import pytest
 import synthetic as syn
 from gguf_writer import BASE, EPS, HEADS, KV, write
 
+from otattn.data import load_layer
 from otattn.models import Transformer, bert, gpt2, llama
 
 IDS = np.array([3, 1, 16, 0, 7, 7, 2])
@@ -268,3 +269,17 @@ def test_adapters_in_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter \(adapter_config\.json\)"):
         llama(tmp_path)
     assert llama(tmp_path / "model.safetensors").num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["key_biass", "query_scale", "q_norm", "Bias", "mlp_weight", "num_head", "hiden_states", "a"]
+)
+def test_misspelt_arrays_of_a_layer_are_named(name: str, tmp_path: Path) -> None:
+    weights = {f"{part}_weight": np.eye(4) for part in ("query", "key", "value")}
+    np.savez(tmp_path / "right.npz", num_heads=2, key_bias=np.ones(4), **weights)
+    assert len(load_layer(tmp_path / "right.npz").heads) == 2
+    np.savez(tmp_path / "right.npz", num_heads=2, notes=np.ones(4), labels=np.ones(3), **weights)
+    assert len(load_layer(tmp_path / "right.npz").heads) == 2
+    np.savez(tmp_path / "wrong.npz", num_heads=2, **weights, **{name: np.ones(4)})
+    with pytest.raises(ValueError, match=rf"arrays of a layer in .*wrong\.npz must be among .* received {name}"):
+        load_layer(tmp_path / "wrong.npz")
