@@ -21,12 +21,14 @@ __all__ = [
     "product_error",
     "psd_eigh",
     "psd_sqrt",
+    "row_norms",
     "spectral_norm",
     "spectral_norm_upper",
     "symmetrize",
 ]
 
 _EPS = float(np.finfo(np.float64).eps)
+_SAFE = (1e-100, 1e150)  # norms whose squares neither overflow nor vanish
 
 
 def symmetrize(M: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -73,6 +75,22 @@ def _polar_factor_2x2(M: NDArray[np.float64]) -> NDArray[np.float64]:
     out[..., 0, 0], out[..., 1, 0] = x, y
     out[..., 0, 1], out[..., 1, 1] = np.where(rotation, -y, y), np.where(rotation, x, -x)
     return out
+
+
+def row_norms(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Euclidean norms of the rows, each scaled by a power of two so that no square over- or underflows; inf only
+    beyond float64.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        out = np.sqrt(np.einsum("ij,ij->i", x, x))
+        odd = np.flatnonzero(~((_SAFE[0] < out) & (_SAFE[1] > out)))
+        if odd.size:
+            part = x[odd]
+            power = np.frexp(np.abs(part).max(axis=1))[1]
+            unit = np.ldexp(part, -power[:, None])
+            out[odd] = np.ldexp(np.sqrt(np.einsum("ij,ij->i", unit, unit)), power)
+            out[odd[~np.isfinite(part).all(axis=1)]] = np.inf
+    return np.asarray(out)
 
 
 def spectral_norm(M: NDArray[np.float64]) -> float:

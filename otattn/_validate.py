@@ -25,6 +25,7 @@ __all__ = [
 
 _EPS = float(np.finfo(np.float64).eps)
 _BFLOAT16_EPS = 2.0**-7
+_MAX_NDIM = 32
 MASS_TOL = 1e-6
 """Relative: how far the sum of weights may lie from 1, and the masses of two measures at one time from each other. It
 is the error that a float32 softmax leaves in a sum; types coarser than float32 are given two of their own roundings."""
@@ -84,15 +85,12 @@ def resolution(value: Any) -> float:
 
 def _as_numbers(value: Any, name: str) -> NDArray[Any]:
     """An array of real numbers in a type that casts to float64."""
-    _refuse_masked(value, name)
     try:
-        raw = np.asarray(_from_frame(_from_torch(value), name))
-    except _Missing as exc:
+        raw = np.asarray(_plain(value, name))
+    except _Refused as exc:
         raise ValueError(str(exc)) from None
     except Exception as exc:
         raise ValueError(f"{name} must be an array of numbers, received {type(value).__name__} ({exc}).") from exc
-    if hasattr(value, "toarray") and raw.dtype.kind == "O":
-        raise ValueError(f"{name} must be a dense array, received {type(value).__name__}; call its toarray() first.")
     real_dtype(raw.dtype, name)
     return raw
 
@@ -109,22 +107,28 @@ def real_dtype(dtype: np.dtype[Any], name: str) -> None:
     raise ValueError(f"{name} must be an array of real numbers, received dtype {dtype}; convert it to float64 first.")
 
 
-def _refuse_masked(value: Any, name: str) -> None:
-    """Masked entries hold numbers that are not meant: they are refused, also inside lists."""
+class _Refused(ValueError):
+    """A refusal that already says everything."""
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
+    """What numpy reads right: arrays of other libraries as numpy's, also inside lists; nothing masked or missing."""
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(part, (bool, int, float)) for part in value):
+            return value
+        if depth > _MAX_NDIM:
+            raise _Refused(f"{name} must be nested at most {_MAX_NDIM} deep, received a deeper list; flatten it.")
+        return [_plain(part, name, depth + 1) for part in value]
     if isinstance(value, np.ma.MaskedArray):
         masked = int(np.count_nonzero(np.ma.getmaskarray(value)))
-        if masked:
-            raise ValueError(
+        if masked:  # they hold numbers that are not meant
+            raise _Refused(
                 f"{name} must have no masked entries, received {masked}; fill them (filled) or drop them (compressed)."
             )
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            if isinstance(part, (list, tuple, np.ma.MaskedArray)):
-                _refuse_masked(part, name)
-
-
-class _Missing(ValueError):
-    """Missing values in a frame; says everything already."""
+        return value.data
+    if hasattr(value, "toarray"):
+        raise _Refused(f"{name} must be a dense array, received {type(value).__name__}; call its toarray() first.")
+    return _from_frame(_from_torch(value), name)
 
 
 def _from_frame(value: Any, name: str) -> Any:
@@ -133,7 +137,7 @@ def _from_frame(value: Any, name: str) -> Any:
         return value
     missing = int(np.count_nonzero(np.asarray(value.isna())))
     if missing:
-        raise _Missing(
+        raise _Refused(
             f"{name} must have no missing values, received {missing}; fill them (fillna) or drop them (dropna)."
         )
     dtypes = list(value.dtypes) if hasattr(value, "columns") else [value.dtype]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
+from otattn._linalg import row_norms
 from otattn.errors import MemoryBudgetError
 
 __all__ = [
@@ -80,20 +81,9 @@ def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArra
 
 
 def pair_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``|x_k - y_k|`` row by row, each scaled by a power of two so that no square over- or underflows; inf beyond
-    float64.
-    """
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        diff = x - y
-        out = np.sqrt(np.einsum("ij,ij->i", diff, diff))
-        odd = np.flatnonzero(~((_SAFE[0] < out) & (_SAFE[1] > out)))
-        if odd.size:
-            part = diff[odd]
-            power = np.frexp(np.abs(part).max(axis=1))[1]
-            unit = np.ldexp(part, -power[:, None])
-            out[odd] = np.ldexp(np.sqrt(np.einsum("ij,ij->i", unit, unit)), power)
-            out[odd[~np.isfinite(part).all(axis=1)]] = np.inf
-    return np.asarray(out)
+    """``|x_k - y_k|`` row by row, without over- or underflow of the squares; inf beyond float64."""
+    with np.errstate(over="ignore"):
+        return row_norms(x - y)
 
 
 def powers(ratio: NDArray[np.float64], p: float) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._linalg import row_norms
 
 __all__ = ["DiscreteMeasure", "as_discrete"]
 
@@ -86,9 +87,13 @@ class DiscreteMeasure:
         return out
 
     def radius(self, center: ArrayLike | None = None) -> float:
-        """Largest ``|x_i - center|`` over atoms of positive weight (center 0 by default)."""
+        """Largest ``|x_i - center|`` over atoms of positive weight (center 0 by default); an OverflowError beyond float64."""
         c = np.zeros(self.dim) if center is None else check.vector(center, "center", size=self.dim)
-        return float(np.linalg.norm(self.points[self.weights > 0] - c, axis=1).max())
+        with np.errstate(over="ignore"):
+            out = float(row_norms(self.points[self.weights > 0] - c).max())
+        if out == np.inf:
+            raise OverflowError("the radius must fit in float64; scale the points down.")
+        return out
 
     def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> DiscreteMeasure:
         """``f_# mu`` for a map ``(n, d) -> (n, e)`` applied to all atoms at once; the weights are kept."""
@@ -147,7 +152,8 @@ def as_discrete(mu: Any, name: str = "mu") -> DiscreteMeasure:
     """``mu`` itself, or the uniform measure on the rows of an ``(n, d)`` array."""
     if isinstance(mu, DiscreteMeasure):
         return mu
-    if isinstance(mu, (str, bytes, dict)) or (hasattr(mu, "cov") and hasattr(mu, "mean")):
+    gaussian = hasattr(mu, "cov") and hasattr(mu, "mean") and not hasattr(mu, "__array__")  # a data frame has both
+    if isinstance(mu, (str, bytes, dict)) or gaussian:
         raise TypeError(f"{name} must be a DiscreteMeasure or an (n, d) array, received {type(mu).__name__}.")
     x = check.points(mu, name)
     out = object.__new__(DiscreteMeasure)  # checked once, under the argument's own name

@@ -106,7 +106,7 @@ def as_spacetime(mu: Any, name: str = "mu") -> SpaceTimeMeasure:
     """``mu`` itself, or the sequence of the rows of an ``(n, d)`` array; no measure without times."""
     if isinstance(mu, SpaceTimeMeasure):
         return mu
-    if hasattr(mu, "weights") or hasattr(mu, "cov"):
+    if (hasattr(mu, "weights") or hasattr(mu, "cov")) and not hasattr(mu, "__array__"):  # a data frame has columns
         raise TypeError(
             f"{name} must be a SpaceTimeMeasure or an (n, d) sequence, received {type(mu).__name__}, "
             "whose atoms have no times; build one with SpaceTimeMeasure(times, points, weights)."
