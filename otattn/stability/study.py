@@ -62,7 +62,8 @@ def stability_study(
         shorter one.
     n_jobs : int or None
         Workers of joblib, -1 for all cores; None takes what ``joblib.parallel_config`` says, whose backend
-        is used in any case.
+        is used in any case. Workers end with the process that started them. A killed worker is noticed by joblib's own
+        backend (loky); its "multiprocessing" backend waits for it without end.
     store : path or Store, optional
         Where finished pairs are kept; a study that was interrupted goes on from there. A path is a folder. The store
         knows the study by the content of the attention and the sampler (code, closures, globals, arrays), p and the seed.
