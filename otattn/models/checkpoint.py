@@ -79,7 +79,7 @@ class Checkpoint(ABC):
                 f"{name} in {self.origin} must hold floating-point numbers, received {raw.dtype}: integers are quantised "
                 "weights, whose scales are not applied here; dequantise the model first."
             )
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             out = np.asarray(raw, dtype=np.float64)
         if not np.isfinite(out).all():
             raise ValueError(

@@ -101,6 +101,11 @@ class Keys:
         entry = self.fields[name]
         found = {key: given[key] for key in entry.keys if given.get(key) is not None}
         values = list(found.values())
+        off = [key for key in entry.keys if key in given and given[key] is None]
+        if off and not values and entry.default is not None:
+            raise ValueError(
+                f"{off[0]} in the configuration of {origin} must have a value, received None; leave it out."
+            )
         if any(value != values[0] for value in values[1:]):
             raise ValueError(f"the configuration of {origin} must give one value for {name}, received {_short(found)}.")
         return values[0] if values else entry.default

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -97,6 +99,10 @@ class Transformer:
         return W, None if name is None else self.checkpoint.tensor(name, len(W))
 
     def _layer(self, index: int) -> ModelLayer:
+        with self._named(f"layer {index}"):
+            return self._build(index)
+
+    def _build(self, index: int) -> ModelLayer:
         family, c, stem = self.layout.family, self.config, self.layout.stem(index)
         self._hold(family.layer_buffers, stem)
         maps = {use: self._linear(index, use) for use in family.linear}
@@ -171,14 +177,42 @@ class Transformer:
         stop : int, optional
             Number of layers to walk, all by default.
         """
-        X = self.embed(self.ids(token_ids))
+        ids = self.ids(token_ids)
+        X = self._checked("the embedding", lambda: self.embed(ids))
         total = self.num_layers if stop is None else min(check.count(stop, "stop"), self.num_layers)
         for index in range(total):
             layer = self._layer(index)
-            seen = layer.attention_input(X)
+            seen = self._checked(f"layer {index}", partial(layer.attention_input, X))
             yield layer, X, seen
             if index + 1 < total:
-                X = layer.forward(X, seen)
+                X = self._forward(layer, X, seen)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Errors of parts that know no file say which one it is."""
+        try:
+            yield
+        except ValueError as exc:
+            if self.checkpoint.origin in str(exc):
+                raise
+            raise ValueError(f"{what} of {self.checkpoint.origin} cannot be used: {exc}") from exc
+
+    def _checked(self, what: str, compute: Callable[[], Array]) -> Array:
+        """The result of a step, which is finite: overflow is an error, not a zero behind a normalisation."""
+        try:
+            with self._named(what), np.errstate(over="raise", invalid="raise", divide="raise"):
+                out = compute()
+        except FloatingPointError:
+            out = np.array(np.inf)
+        if not np.isfinite(out).all():
+            raise ValueError(
+                f"{what} of {self.checkpoint.origin} must give numbers within float64, received infinite ones; its weights are "
+                "damaged, get another copy."
+            )
+        return out
+
+    def _forward(self, layer: ModelLayer, X: Array, seen: Array) -> Array:
+        return self._checked(f"layer {layer.index}", lambda: layer.forward(X, seen))
 
     def hidden_states(self, token_ids: ArrayLike) -> Array:
         """The tokens between the layers: what enters layer 0, 1, ..., and what leaves the last.
@@ -198,9 +232,9 @@ class Transformer:
         for last in self.walk(token_ids):
             out.append(last[1])
         assert last is not None
-        X = last[0].forward(last[1], last[2])
+        X = self._forward(*last)
         norm = self._final_norm()
-        out.append(X if norm is None else tokenwise(norm, X))
+        out.append(X if norm is None else self._checked("the last norm", lambda: tokenwise(norm, X)))
         stacked = np.stack(out)
         return stacked if np.ndim(token_ids) == 2 else stacked[:, 0]
 

@@ -230,6 +230,17 @@ def test_what_is_refused() -> None:
         llama(m, config=LLAMA | {"num_key_value_heads": 3}).layers[0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_beyond_float64_are_an_error(kind: str) -> None:
+    """Never infinite states, nor the zeros that a norm would make of them; the file is named."""
+    load = {"bert": bert, "gpt2": gpt2, "llama": llama}[kind]
+    options: dict = {"config": LLAMA} if kind == "llama" else {"num_heads": HEADS, "eps": EPS}
+    parts = {"bert": ("0.intermediate", "0.output.dense"), "gpt2": ("0.mlp",), "llama": ("0.mlp",)}[kind]
+    w = {n: v * 1e200 if any(p in n for p in parts) else v for n, v in weights_of(kind).items()}
+    with pytest.raises(ValueError, match="layer 0 of the given arrays"):
+        load(w, **options).hidden_states(IDS)
+
+
 def test_gpt2_heads_of_64_are_inferred() -> None:
     w = syn.gpt2_weights(np.random.default_rng(0), layers=1, d=128)
     assert gpt2(w).config.num_heads == 2
