@@ -34,7 +34,7 @@ SIMPLEX_BYTES = 64
 
 _EPS = float(np.finfo(np.float64).eps)
 _SAFE = (1e-100, 1e150)  # distances whose squares neither overflow nor vanish
-_BLOCK = 2**21  # coordinates of single pairs handled at once
+_BLOCK = 2**21  # coordinates of pairs handled at once
 
 
 def check_budget(n: int, m: int, bytes_per_pair: int) -> None:
@@ -70,11 +70,11 @@ def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArra
     least, most = _SAFE
     if least < D.min() and D.max() < most:
         return D
-    rows, cols = np.nonzero(~((least < D) & (most > D)))
-    step = max(1, _BLOCK // x.shape[1])
-    for k in range(0, len(rows), step):
-        i, j = rows[k : k + step], cols[k : k + step]
-        D[i, j] = pair_distances(x[i], y[j])
+    step = max(1, _BLOCK // (x.shape[1] * len(y)))
+    for k in range(0, len(x), step):
+        part = D[k : k + step]
+        i, j = np.nonzero(~((least < part) & (most > part)))
+        part[i, j] = pair_distances(x[k + i], y[j])
     if not np.isfinite(D).all():
         raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
     return D
