@@ -105,7 +105,7 @@ class Family:
             what = f"no layer {missing[0]} of {count}" if missing else f"{count} layers"
             raise ValueError(
                 f"{checkpoint.origin} must hold at least one layer, at most {MAX_LAYERS}, and none missing in between, "
-                f"received {what} (names {prefix}{self.layer.format(i=missing[0] if missing else 0)}...)."
+                f"received {what} ({prefix}{self.layer.format(i=missing[0] if missing else 0)}*)."
             )
         return Layout(self, checkpoint, prefix, count)
 

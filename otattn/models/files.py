@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-__all__ = ["existing", "foreign", "is_folder", "objects_once", "read_json", "refuse_pointer"]
+__all__ = ["existing", "foreign", "is_folder", "named_path", "objects_once", "read_json", "refuse_pointer"]
 
 MAX_JSON = 16 * 2**20
 """Most bytes of a configuration or of the header of a checkpoint; a header of 100,000 tensors has about 10 MiB."""
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _LFS = b"version https://git-lfs"
 _CONVERT = "save model.state_dict() of the loaded model with safetensors.torch.save_file"
 _SIGNATURES: tuple[tuple[bytes, int, str, str], ...] = (
@@ -43,6 +45,20 @@ _SUFFIXES = {
 }
 
 
+def named_path(path: str | PathLike[str]) -> Path:
+    """The path that a caller means: ``~`` is the home folder; addresses and the empty string are no files."""
+    text = str(path)
+    if not text or _ADDRESS.match(text):
+        raise ValueError(
+            f"a file or folder must be given by its path, received {text!r}; download it first and give its path."
+        )
+    file = Path(path)
+    try:
+        return file.expanduser()
+    except RuntimeError:  # no such user: a name that starts with ~
+        return file
+
+
 def is_folder(path: Path) -> bool:
     """False, too, for names that no file can have."""
     try:
@@ -53,7 +69,7 @@ def is_folder(path: Path) -> bool:
 
 def existing(path: str | PathLike[str]) -> Path:
     """``path``, if it is a file."""
-    file = Path(path)
+    file = named_path(path)
     try:
         known = file.exists()
     except (OSError, ValueError) as exc:  # a name that is too long, or holds a null

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from otattn.models.checkpoint import Checkpoint
 from otattn.models.family import Layout
 from otattn.models.feed_forward import activation_name
-from otattn.models.files import is_folder, read_json
+from otattn.models.files import is_folder, named_path, read_json
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.keys import number, whole
 from otattn.models.transformer import ModelConfig
@@ -18,6 +17,8 @@ from otattn.models.transformer import ModelConfig
 __all__ = ["Config", "Source", "configure", "read_config"]
 
 Source = Checkpoint | Mapping[str, Any] | str | PathLike[str]
+_ABOVE_ONE = 1.0 + 2.0**-52
+"""The least base whose frequencies fall; a base of 1 turns all pairs alike, which RotaryAttention refuses."""
 Config = Mapping[str, Any] | str | PathLike[str] | None
 
 
@@ -32,7 +33,7 @@ def read_config(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if config is not None:
-        path = Path(config)
+        path = named_path(config)
         return read_json(path / "config.json" if is_folder(path) else path)
     if checkpoint.folder is not None and (checkpoint.folder / "config.json").is_file():
         return read_json(checkpoint.folder / "config.json")
@@ -102,7 +103,7 @@ def configure(
         width = facts["width"]
         given_turned = family.keys.read(given, "rotary_dim", origin) if "rotary_dim" in family.keys.fields else None
         turned = {
-            "base": number(rotary["base"], label("base"), least=1.0),
+            "base": number(rotary["base"], label("base"), least=_ABOVE_ONE),
             "layout": family.rotary,
             "rotary_dim": width if given_turned is None else whole(given_turned, label("rotary_dim"), most=width),
         }

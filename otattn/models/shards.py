@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint
-from otattn.models.files import existing, foreign, is_folder, read_json
+from otattn.models.files import existing, foreign, is_folder, named_path, read_json
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.npz_file import NpzCheckpoint
 from otattn.models.safetensors_file import SafetensorsCheckpoint
@@ -94,7 +94,7 @@ def open_checkpoint(source: Checkpoint | Mapping[str, Any] | str | PathLike[str]
         return source
     if isinstance(source, Mapping):
         return ArrayCheckpoint(source)
-    path = Path(source)
+    path = named_path(source)
     file = existing(_in_folder(path) if is_folder(path) else path)
     with open(file, "rb") as stream:
         magic = stream.read(4)

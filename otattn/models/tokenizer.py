@@ -10,7 +10,7 @@ from typing import Any
 
 from otattn.models._extra import need
 from otattn.models.checkpoint import Checkpoint
-from otattn.models.files import existing, is_folder, read_json, refuse_pointer
+from otattn.models.files import existing, is_folder, named_path, read_json, refuse_pointer
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.shards import open_checkpoint
 from otattn.models.transformer import Transformer
@@ -68,7 +68,7 @@ def load_tokenizer(source: Transformer | Checkpoint | str | PathLike[str]) -> An
                 "the model was built from arrays, which have no tokenizer; give the path of tokenizer.json."
             )
         return _from_folder(checkpoint.folder, library)
-    path = Path(checkpoint)
+    path = named_path(checkpoint)
     if is_folder(path):
         if any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt")) or not any(path.glob("*.gguf")):
             return _from_folder(path, library)

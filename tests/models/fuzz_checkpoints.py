@@ -158,7 +158,7 @@ def make_gguf(folder: Path, rng: random.Random) -> None:
     write(folder / "x.gguf", weights("llama", rng), rng.choice(("F32", "F16", "Q8_0")), change=vocabulary)
 
 
-def parsed_gguf(file: Path) -> tuple[dict[str, Any], syn.Weights]:
+def parsed_gguf(file: Path, *, tensors: bool = True) -> tuple[dict[str, Any], syn.Weights]:
     data, at = file.read_bytes(), 24
 
     def take(code: str) -> Any:
@@ -179,13 +179,13 @@ def parsed_gguf(file: Path) -> tuple[dict[str, Any], syn.Weights]:
             return [value(inner) for _ in range(count)]
         return text() if kind == 8 else take(SCALARS[kind])
 
-    tensors, keys = struct.unpack_from("<QQ", data, 8)
+    count_of_tensors, keys = struct.unpack_from("<QQ", data, 8)
     meta = {}
     for _ in range(keys):
         key = text()
         meta[key] = value(take("I"))
     infos = []
-    for _ in range(tensors):
+    for _ in range(count_of_tensors if tensors else 0):
         name = text()
         shape = [take("Q") for _ in range(take("I"))][::-1]
         infos.append((name, shape, take("I"), take("Q")))

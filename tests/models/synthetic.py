@@ -114,7 +114,7 @@ def gelu_tanh(s: float) -> float:
 
 
 def silu(s: float) -> float:
-    return s / (1.0 + math.exp(-s))
+    return s / (1.0 + math.exp(-s)) if s > -700.0 else 0.0
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> np.ndarray:
@@ -122,7 +122,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> np.ndar
     out = []
     for i in range(len(q)):
         logits = np.array([q[i] @ k[j] for j in range(i + 1 if causal else len(k))]) / math.sqrt(q.shape[1])
-        p = np.exp(logits)
+        p = np.exp(logits - logits.max())
         out.append(p @ v[: len(p)] / p.sum())
     return np.array(out)
 

@@ -107,6 +107,21 @@ def test_folders_without_a_model(files: list[str], message: str, tmp_path: Path)
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["", "https://host/model.safetensors", "hf://org/model", "file:/tmp/x"])
+def test_addresses_and_empty_names_are_no_files(name: str) -> None:
+    for read in (open_checkpoint, load_tokenizer, llama):
+        with pytest.raises(ValueError, match="must be given by its path, received"):
+            read(name)
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.savez(tmp_path / "x.npz", a=np.ones(3))
+    np.testing.assert_array_equal(open_checkpoint("~/x.npz").tensor("a"), np.ones(3))
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint("~no-such-user-here/x.npz")
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
 def test_names_that_no_file_can_have(name: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError)):
