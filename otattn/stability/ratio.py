@@ -78,7 +78,7 @@ class StabilityRatio:
             raise ValueError("verify needs the attention, received a ratio loaded without it; pass it to load.")
         try:
             new, found = _analyse(self.attention, self.mu, self.nu, self.p)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return False
         if not self.denominator > 0.0 or not np.isfinite([self.value, self.certified_lower]).all():
             return False

@@ -1,5 +1,6 @@
 """The certified value is never above the exact ratio (60 digits, all permutations), and close to it."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import mpmath as mp
@@ -232,3 +233,11 @@ def test_distances_need_one_precision() -> None:
     for fine in (False, True):
         with pytest.raises(ValueError, match="one precision"):
             distance_bounds(Enclosed.exact(x, fine=fine), Enclosed.exact(x + 1.0, fine=not fine))
+
+
+def test_a_pair_that_leaves_float64_is_not_verified() -> None:
+    """Measures put in place of others, so far apart that their distance overflows: no ratio, and no exception."""
+    ratio = stability_ratio(SoftmaxAttention([[0.0]], [[1.0]]), [[0.0], [1.0]], [[2.0], [3.0]])
+    assert ratio.verify()
+    far = [DiscreteMeasure([[side * 1.7e308]]) for side in (1.0, -1.0)]
+    assert not replace(ratio, mu=far[0], nu=far[1]).verify()
