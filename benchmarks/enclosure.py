@@ -80,7 +80,7 @@ def main() -> None:
         papers.setdefault(values, []).append(over)
         lines.append(
             f"| {name} | {values} | {a:g} | {'any' if n is None else n} | {enclosure.lower.value:.5g} | "
-            f"{enclosure.upper.value:.5g} | {enclosure.ratio:.3f} | {over:.3g} | {enclosure.upper.source} | {seconds:.1f} |"
+            f"{enclosure.upper.value:.5g} | {enclosure.ratio:.3f} | {over:.3g} | {enclosure.upper.theorem} | {seconds:.1f} |"
         )
         print(lines[-1], flush=True)
     lines += [

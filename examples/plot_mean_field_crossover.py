@@ -26,7 +26,7 @@ LOG10 = np.log(10.0)
 
 
 def log10_of(bound: oa.Bound) -> float:
-    return float(bound.details["log_value"]) / LOG10
+    return float(bound.log_value) / LOG10
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     drift = np.abs(behind * scales / (behind[0] * scales[0]) - 1.0).max()
     end = constants["pre-norm block"][-1]
     slack = float((product / behind).min())
-    print(f"attention on the LayerNorm ellipsoid: at most {upper.value:.2f} for {N} tokens ({upper.source})")
+    print(f"attention on the LayerNorm ellipsoid: at most {upper.value:.2f} for {N} tokens ({upper.theorem})")
     print(
         f"headline: behind LayerNorm the constant is c / s to {drift:.1e}; the product bound is {slack:.1f} times above"
     )

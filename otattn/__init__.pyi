@@ -106,6 +106,7 @@ from .gradient_flow import (
 )
 from .lipschitz import (
     Bound,
+    Catalogue,
     Enclosure,
     EnclosureTable,
     LocalGrowth,
@@ -122,6 +123,7 @@ from .lipschitz import (
     local_upper_bound,
     real_against_adversarial,
     relaxations,
+    theorems,
 )
 from .measures import (
     Ball,
@@ -153,6 +155,7 @@ __all__ = [
     "Ball",
     "Bound",
     "Box",
+    "Catalogue",
     "CertificateError",
     "ClusterHistory",
     "Compose",
@@ -277,6 +280,7 @@ __all__ = [
     "stability_study",
     "structure_table",
     "sweep",
+    "theorems",
     "transport",
     "transport_plan",
     "wasserstein",

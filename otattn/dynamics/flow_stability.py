@@ -39,6 +39,7 @@ from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
 from otattn.dynamics.trajectory import Trajectory
 from otattn.dynamics.velocity import Field, layer_at
+from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.table import table
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 
@@ -320,11 +321,7 @@ def _log_constant(attention: AttentionMap, R: float, n: int | None, p: float, ou
     inner = attention.map if isinstance(attention, Residual) else attention
     scale = abs(attention.scale) if isinstance(attention, Residual) else 1.0
     bounds = table(inner, radius=max(R, 1e-150), n=n, p=p)
-    logs = [
-        float(b.details.get("log_value", math.log(b.value) if b.value > 0 else -math.inf))
-        for b in bounds
-        if b.kind == "upper" and b.source.startswith("otattn") == ours
-    ]
+    logs = [b.log_value for b in bounds if b.kind == "upper" and THEOREMS[b.theorem].published != ours]
     if not logs:
         return None
     return min(logs) + (math.log(scale) if scale > 0 else -math.inf)

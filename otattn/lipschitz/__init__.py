@@ -66,6 +66,7 @@ the bound at one measure, and the published bound of L2 attention on all of R^d.
 
 from otattn.lipschitz import bounds, relaxations
 from otattn.lipschitz.bound import Bound, Enclosure
+from otattn.lipschitz.catalogue import Catalogue, theorems
 from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adversarial
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
 from otattn.lipschitz.gaussian_constant import gaussian_local_constant
@@ -77,6 +78,7 @@ from otattn.lipschitz.upper import lipschitz_upper_bound
 
 __all__ = [
     "Bound",
+    "Catalogue",
     "Enclosure",
     "EnclosureTable",
     "Exponent",
@@ -96,4 +98,5 @@ __all__ = [
     "local_upper_bound",
     "real_against_adversarial",
     "relaxations",
+    "theorems",
 ]

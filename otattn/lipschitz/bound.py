@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import EllipsisType
@@ -17,36 +16,17 @@ from otattn import _validate as check
 from otattn._tabular import html_table
 from otattn.errors import CertificateError
 from otattn.lipschitz.balls import exact_arithmetic
+from otattn.lipschitz.catalogue import THEOREMS, Quantity
 from otattn.lipschitz.containment import domain_contains
-from otattn.lipschitz.rounding import ROUNDING
+from otattn.lipschitz.rounding import ROUNDING, log
 
-__all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "prover", "same_map", "stated"]
+__all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "same_map", "stated"]
 
 Kind = Literal["lower", "upper", "local", "estimate"]
-Quantity = Literal["lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local"]
-"""What is bounded: the Lipschitz constant of F; ``sup ||V C A||``; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
-of one row; a covariance over an interval simplex; the local constant at one measure."""
-Prover = Callable[[Any, Any, "int | None", float, bool], "Bound"]
-
-_PROVERS: dict[str, Prover] = {}
-_EXACT: set[str] = set()
 
 
-def prover(theorem: str, *, exact: bool = True) -> Callable[[Prover], Prover]:
-    """Register how a theorem is evaluated: ``(attention, domain, n, p, exact) -> Bound``.
-
-    ``exact`` says whether it runs in ball and interval arithmetic too.
-    """
-
-    def register(function: Prover) -> Prover:
-        if theorem in _PROVERS:
-            raise ValueError(f"theorem must be new, received {theorem!r}, which is registered already; choose another.")
-        _PROVERS[theorem] = function
-        if exact:
-            _EXACT.add(theorem)
-        return function
-
-    return register
+_NORMAL = 1e-300
+"""Values from here on have a logarithm of their own, whatever was given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +43,8 @@ class Bound:
         "lower" is witnessed, "upper" is proved, "local" belongs to one measure, "estimate" is statistical.
     p : float
         Order of the Wasserstein distance.
-    source : str
-        Paper and theorem, or the name of our own proof.
+    reference : str
+        Paper and theorem, or what stands behind a value without one; by default that of the catalogue.
     domain : object
         The token domain or the measure that the constant belongs to.
     n : int or None
@@ -79,11 +59,13 @@ class Bound:
         Key of the theorem that proves the value, "" when there is none.
     quantity : str
         What is bounded, "lipschitz" unless the function says otherwise.
+    log_value : float
+        The natural logarithm of the value, also of one beyond the largest or below the smallest float.
     """
 
     value: float
     kind: Kind
-    source: str
+    reference: str = ""
     p: float = 2.0
     domain: Any = None
     n: int | None = None
@@ -92,6 +74,13 @@ class Bound:
     attention: Any = None
     theorem: str = ""
     quantity: Quantity = "lipschitz"
+    log_value: float = math.nan
+
+    def __post_init__(self) -> None:
+        if self.theorem in THEOREMS and not self.reference:
+            object.__setattr__(self, "reference", THEOREMS[self.theorem].reference)
+        if math.isnan(self.log_value) or _NORMAL <= self.value < math.inf:
+            object.__setattr__(self, "log_value", log(self.value))
 
     def __float__(self) -> float:
         return float(self.value)
@@ -176,11 +165,12 @@ class Bound:
 
     @property
     def _provable(self) -> bool:
-        return self.theorem in _PROVERS
+        record = THEOREMS.get(self.theorem)
+        return record is not None and record.closed and record.kind == "upper"
 
     @property
     def _has_exact(self) -> bool:
-        return self.theorem in _EXACT
+        return THEOREMS[self.theorem].rigorous
 
     def _check_exact(self) -> None:
         if not self._has_exact:
@@ -198,7 +188,7 @@ class Bound:
         if math.isnan(self.value) or new.quantity != self.quantity:
             return False
         if self.value == math.inf:
-            return float(self.details.get("log_value", math.inf)) >= float(new.details["log_value"]) - slack
+            return self.log_value >= new.log_value - slack
         return bool(new.value <= self.value * (1.0 + slack))
 
     def rigorous_value(self) -> float:
@@ -220,20 +210,26 @@ class Bound:
             "kind": self.kind,
             "p": self.p,
             "n": self.n,
-            "source": self.source,
-            **({"theorem": self.theorem} if self.theorem else {}),
+            "theorem": self.theorem,
+            "reference": self.reference,
+            **({} if math.isfinite(self.value) else {"log_value": self.log_value}),
             **({} if self.quantity == "lipschitz" else {"quantity": self.quantity}),
             **plain,
         }
 
     def _repr_html_(self) -> str:
         tokens = "any measure" if self.n is None else self.n
-        row = {"bound": self.kind, "value": self.value, "p": self.p, "n": tokens, "source": self.source}
+        row = {"bound": self.kind, "value": self.value, "p": self.p, "n": tokens, "by": self.name}
         return html_table([row])
+
+    @property
+    def name(self) -> str:
+        """The key of the theorem, or what stands behind a value without one."""
+        return self.theorem or self.reference
 
     def __repr__(self) -> str:
         tokens = "any measure" if self.n is None else f"n={self.n}"
-        return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.source})"
+        return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.name})"
 
 
 def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *, exact: bool = False) -> Bound:
@@ -248,8 +244,12 @@ def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *,
     dim = getattr(domain, "dim", None)
     if dim is not None and dim != attention.in_dim:
         raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
+    record = THEOREMS[theorem]
+    why = record.reason(attention, domain, n, p)
+    if why is not None:
+        raise ValueError(f"{theorem} does not apply: {why}; otattn.theorems(attention, ...) lists what does.")
     with exact_arithmetic() if exact else nullcontext():
-        found = _PROVERS[theorem](attention, domain, n, p, exact)
+        found = record.evaluate(attention, domain, n, p, exact)
     return dataclasses.replace(found, attention=attention)
 
 
@@ -305,7 +305,7 @@ class Enclosure:
                 raise ValueError(f"the upper bound must cover the constant of the lower one, but {reason}.")
         if not low.value <= high.value:
             raise CertificateError(
-                f"the lower bound {low.value!r} ({low.source}) exceeds the upper bound {high.value!r} ({high.source}): one of "
+                f"the lower bound {low.value!r} ({low.name}) exceeds the upper bound {high.value!r} ({high.name}): one of "
                 "them is false. Please report the attention map, the domain, n and p."
             )
 
@@ -323,7 +323,7 @@ class Enclosure:
             "upper / lower": self.ratio,
             "p": self.upper.p,
             "n": "any measure" if self.upper.n is None and self.lower.n is None else self.lower.n,
-            "upper bound by": self.upper.source,
+            "upper bound by": self.upper.name,
         }
         return html_table([row])
 

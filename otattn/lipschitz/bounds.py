@@ -7,13 +7,15 @@ from otattn.lipschitz.masked_bounds import masked_average_bound, masked_column_b
 from otattn.lipschitz.pointwise_bounds import pointwise_bound
 from otattn.lipschitz.published import (
     castin2024_discrete,
-    castin2024_discrete_lower,
-    castin2024_large_radius,
     castin2024_masked,
-    castin2024_mean_field_lower,
     geshkovski2024_mean_field,
     kim2021_dot_product,
     kim2021_l2,
+)
+from otattn.lipschitz.published_lower import (
+    castin2024_discrete_lower,
+    castin2024_large_radius,
+    castin2024_mean_field_lower,
 )
 from otattn.lipschitz.rotary_bounds import rotary_row_bound
 from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant

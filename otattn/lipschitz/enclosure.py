@@ -49,7 +49,7 @@ def enclose_lipschitz(
     Returns
     -------
     Enclosure
-        ``lower.witness`` is a measure, ``upper.source`` the theorem that won, ``ratio`` is upper over lower.
+        ``lower.witness`` is a measure, ``upper.theorem`` the one that won, ``ratio`` is upper over lower.
 
     Examples
     --------
@@ -106,8 +106,8 @@ class EnclosureTable(Tabular):
                     "upper": enclosure.upper.value,
                     "ratio": enclosure.ratio,
                     "published": None if paper is None else paper.value,
-                    "upper_source": enclosure.upper.source,
-                    "lower_source": enclosure.lower.source,
+                    "upper_by": enclosure.upper.name,
+                    "lower_by": enclosure.lower.name,
                 }
             )
         return out
@@ -127,7 +127,7 @@ class EnclosureTable(Tabular):
             paper = "-" if row["published"] is None else f"{row['published']:.5g}"
             lines.append(
                 f"{name:>10} {row['lower']:>12.5g} {row['upper']:>12.5g} {row['ratio']:>7.3f} {paper:>12}  "
-                f"{row['upper_source']}"
+                f"{row['upper_by']}"
             )
         return "\n".join(lines)
 

@@ -16,7 +16,8 @@ from otattn._linalg import lambda_max_upper, mid
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.balls import BallMatrix
-from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, several_heads, single_heads, sum_of_heads, theorem
 from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.l2_bounds import l2_bounds
 from otattn.lipschitz.masked_bounds import masked_softmax_bounds
@@ -100,7 +101,7 @@ def _parts(attention: AttentionMap, W: Any, causal: bool, exact: bool) -> list[H
     if not isinstance(attention, SoftmaxAttention | L2Attention | PointwiseAttention):
         raise ValueError(
             "attention must be built of softmax, L2 or unnormalised heads for this theorem, received "
-            f"{type(attention).__name__}; see otattn.bounds.table."
+            f"{type(attention).__name__}; otattn.theorems(attention, ...) lists what applies."
         )
     compact = np.asarray(attention.V)
     if exact:
@@ -163,10 +164,23 @@ def multi_head_bound(
     return prove("multi_head_bound", attention, region, check_count(n), check.check_order(p))
 
 
-@prover("multi_head_bound")
+def _each_is_bounded(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
+    """Every head has a closed form of its own."""
+    for head, causal in single_heads(attention):
+        order = p > 1.0 if isinstance(head, SoftmaxAttention) else math.isinf(p)
+        if causal and n is None and not order and not isinstance(head, PointwiseAttention):
+            return f"no closed form bounds masked {type(head).__name__} for any measure and p = {p:g}; give n, or another p"
+    return None
+
+
+@theorem(
+    "multi_head_bound",
+    statement="min_s lambda_max(sum_h c_h^2 U_h U_h^T / s_h)^{1/2}",
+    hypotheses="several softmax, L2 or unnormalised heads, each with a bound of its own; any domain",
+    applies=every(several_heads, sum_of_heads, _each_is_bounded),
+)
 def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     parts, region = heads_of(attention, exact=exact), Region.of(domain, exact=exact)
-    source = "multi_head_bound"
     bases = [
         see(form_of(part.head, part.head.V, causal=part.causal, exact=exact), region)
         if isinstance(part.head, SoftmaxAttention)
@@ -193,17 +207,11 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
     details: dict[str, Any] = {"log_head_bounds": logs, "combination": combination}
     if shares is not None:
         details["shares"] = [float(s) for s in shares]
-    return outward(lift(value) if exact and value > -math.inf else value, source, domain, n, p, details)
+    return outward(lift(value) if exact and value > -math.inf else value, "multi_head_bound", domain, n, p, details)
 
 
 def _best(part: HeadPart, V: Array | None, base: Seen | None, region: Region, n: int | None, p: float) -> float:
-    bounds = head_upper_bounds(part.head, V, region, n, p, causal=part.causal, base=base)
-    if not bounds:
-        raise ValueError(
-            f"no closed-form bound applies to {'masked ' if part.causal else ''}{type(part.head).__name__} "
-            f"with p = {p:g} and n = {n}; give n, or another p."
-        )
-    return min(float(b.details["log_value"]) for b in bounds)
+    return min(b.log_value for b in head_upper_bounds(part.head, V, region, n, p, causal=part.causal, base=base))
 
 
 def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:

@@ -3,19 +3,37 @@ r"""The published bounds of [KPM21]: Kim, Papamakarios, Mnih, "The Lipschitz con
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import lambertw
 
 from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention
-from otattn.lipschitz.bound import Bound, prove, prover
-from otattn.lipschitz.rounding import ROUNDING, down, log, up
-from otattn.lipschitz.setting import check_two, refuse_bias, softmax_form
+from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import (
+    centred_ball,
+    every,
+    no_bias,
+    no_domain,
+    order_two,
+    softmax,
+    theorem,
+    tokens,
+    unmasked,
+)
+from otattn.lipschitz.rounding import ROUNDING, down, up
+from otattn.lipschitz.setting import softmax_form
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["kim2021_dot_product", "kim2021_l2"]
+
+Array = NDArray[np.float64]
+EXACT_RANK = 64
+"""Ranks are decided in fractions up to this dimension; values of wider heads must not need it."""
 
 
 def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
@@ -55,61 +73,90 @@ def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
     ----------
     [KPM21] Theorem 3.2 (constant re-derived here, see above).
     """
-    check_two(p, "kim2021_l2")
-    return prove("kim2021_l2", attention, None, check.count(n, "n"), 2.0)
+    return prove("kim2021_l2", attention, None, check.count(n, "n"), check.check_order(p))
 
 
-@prover("kim2021_l2", exact=False)
-def _kim_l2(attention: AttentionMap, domain: None, n: int | None, p: float, exact: bool) -> Bound:
-    """On all of ``R^d`` (``domain`` None)."""
-    count = check.count(n, "n")
-    check_two(p, "kim2021_l2")
-    if domain is not None:
-        raise ValueError(f"kim2021_l2 is about all of R^d, domain None, received {domain!r}.")
-    tau = up(float(lambertw((count - 1) / math.e).real))
-    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
-    heads = inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
-    total = 0.0
-    for i, head in enumerate(heads):
-        head = head.attention if isinstance(head, MaskedAttention) else head
+def _l2_heads(attention: AttentionMap) -> tuple[AttentionMap, ...]:
+    inner = unmasked(attention)
+    return tuple(map(unmasked, inner.heads)) if isinstance(inner, MultiHeadAttention) else (inner,)
+
+
+def _tied(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    """Heads with tied keys and values that factor through them."""
+    for i, head in enumerate(_l2_heads(attention)):
         if not isinstance(head, L2Attention):
-            raise ValueError(
-                "attention must be L2Attention (or heads of it) for kim2021_l2, received "
-                f"{type(head).__name__} as head {i}; softmax attention is not Lipschitz on R^d "
-                "(kim2021_dot_product)."
+            return (
+                f"attention must be L2Attention (or heads of it), received {type(head).__name__} as head {i}; softmax "
+                "attention is not Lipschitz on R^d (kim2021_dot_product)"
             )
-        total += _tied_norm(head) ** 2
+        if not np.array_equal(head.Q, head.K):
+            gap = float(np.abs(head.Q - head.K).max())
+            return f"attention must have tied keys, K = Q, received entries that differ by {gap:g}"
+        if not _factors(head.V, head.Q):
+            return (
+                "attention must have values that factor through the queries exactly, V = M Q, received a V with a part "
+                "outside the row space of Q; on all of R^d the smallest such part makes the constant infinite"
+            )
+    return None
+
+
+def _factors(V: Array, Q: Array) -> bool:
+    """Whether the rows of V lie in the row space of Q, as exact numbers."""
+    s = np.linalg.svd(Q, compute_uv=False)
+    if len(s) == Q.shape[1] and s[-1] > 8.0 * max(Q.shape) * np.finfo(float).eps * s[0]:
+        return True  # the rows of Q span everything
+    live = np.any(Q != 0.0, axis=0)
+    if np.any(V[:, ~live]):
+        return False
+    if Q.shape[1] > EXACT_RANK:
+        return not V.any()
+    return _rank(np.vstack([Q, V])) == _rank(Q)
+
+
+def _rank(M: Array) -> int:
+    """The rank of a matrix of floats, by elimination in fractions."""
+    rows = [[Fraction(float(x)) for x in row] for row in M]
+    rank = 0
+    for j in range(M.shape[1]):
+        pivot = next((i for i in range(rank, len(rows)) if rows[i][j]), None)
+        if pivot is None:
+            continue
+        rows[rank], rows[pivot] = rows[pivot], rows[rank]
+        for i in range(rank + 1, len(rows)):
+            if factor := rows[i][j] / rows[rank][j]:
+                rows[i] = [x - factor * y for x, y in zip(rows[i], rows[rank], strict=True)]
+        rank += 1
+    return rank
+
+
+@theorem(
+    "kim2021_l2",
+    statement="sqrt(n) (4 tau_n + 1) (sum_h ||Q||^2 ||V Q^+||^2)^{1/2} ||W||",
+    hypotheses="L2 with K = Q and values that factor through Q; all of R^d; n tokens; p = 2",
+    applies=every(_tied, tokens(), order_two, no_domain),
+    reference="[KPM21] Theorem 3.2, constant re-derived",
+    rigorous=False,
+)
+def _kim_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
+    """On all of ``R^d`` (``domain`` None)."""
+    tau = up(float(lambertw((n - 1) / math.e).real))
+    heads, inner = _l2_heads(attention), unmasked(attention)
+    total = sum(_tied_norm(head) ** 2 for head in heads)
     mix = 1.0
     if isinstance(inner, MultiHeadAttention):
         mix = math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
-    value = up(math.sqrt(count) * (4.0 * tau + 1.0) * math.sqrt(total) * mix)
-    source = "kim2021_l2: [KPM21] Theorem 3.2, constant re-derived"
-    value *= 1.0 + ROUNDING
-    details = {"log_value": log(value), "phi_inverse": tau}
-    return Bound(value, "upper", source, n=count, details=details, theorem="kim2021_l2")
+    value = up(math.sqrt(n) * (4.0 * tau + 1.0) * math.sqrt(total) * mix) * (1.0 + ROUNDING)
+    return Bound(value, "upper", n=n, details={"phi_inverse": tau}, theorem="kim2021_l2")
 
 
-def _tied_norm(head: L2Attention) -> float:
-    """``||Q|| ||V Q^+||`` of a tied head, hypotheses checked."""
+def _tied_norm(head: Any) -> float:
+    """``||Q|| ||V Q^+||`` of a tied head."""
     Q, V = head.Q, head.V
-    if not np.array_equal(Q, head.K):
-        gap = float(np.abs(Q - head.K).max())
-        raise ValueError(
-            f"attention must have tied keys, K = Q, for kim2021_l2, received entries that differ by {gap:g}; "
-            "see otattn.bounds.l2_row_bound for untied heads on a bounded domain."
-        )
     _, s, Wt = np.linalg.svd(Q, full_matrices=False)
     keep = s > s.max(initial=0.0) * max(Q.shape) * 1e-15
-    W = Wt[keep].T
-    outside = spectral_norm_upper(V - (V @ W) @ W.T)
-    if outside > 1e-12 * spectral_norm_upper(V):
-        raise ValueError(
-            "attention must have values that factor through the queries, V = M Q, for kim2021_l2, "
-            f"received a V with a part of norm {outside:g} outside the row space of Q; "
-            "see otattn.bounds.l2_row_bound."
-        )
     if not keep.any():
         return 0.0  # then V = 0 too
+    W = Wt[keep].T
     M = (V @ W) / s[keep]
     # the relative error of the smallest kept singular value enters M
     slack = 1.0 + 16.0 * max(Q.shape) * np.finfo(float).eps * float(s[0] / s[keep].min())
@@ -144,18 +191,30 @@ def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None
     ----------
     [KPM21] Theorem 3.1.
     """
-    check_two(p, "kim2021_dot_product")
-    form = softmax_form(attention, masked=False)
-    refuse_bias(form, "kim2021_dot_product")
-    count = check.count(n, "n", least=2)
-    source = "kim2021_dot_product: [KPM21] Theorem 3.1"
-    R = None if radius is None else check.positive(radius, "radius")
-    domain = None if R is None else Ball(R)
+    domain = None if radius is None else Ball(check.positive(radius, "radius"))
+    return prove("kim2021_dot_product", attention, domain, check.count(n, "n"), check.check_order(p))
+
+
+def _ball_or_all(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return None if domain is None else centred_ball(attention, domain, n, p)
+
+
+@theorem(
+    "kim2021_dot_product",
+    statement="inf on R^d, about R^2 sup |V u| |A^T u| on the ball",
+    hypotheses="softmax without a mask and without a bias; centred ball or all of R^d; n >= 2 tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(least=2), order_two, no_bias, _ball_or_all),
+    reference="[KPM21] Theorem 3.1",
+    kind="lower",
+    rigorous=False,
+)
+def _dot_product(attention: AttentionMap, domain: Ball | None, count: int, p: float, exact: bool) -> Bound:
+    form, key = softmax_form(attention, masked=False), "kim2021_dot_product"
     if not form.A.any() or not form.V.any():
-        value = down(float(np.linalg.norm(form.V, 2)))
-        return Bound(value, "lower", source, domain=domain, n=count, details={"log_value": log(value)})
-    if R is None:
-        return Bound(math.inf, "lower", source, n=count, details={"log_value": math.inf})
+        return Bound(down(float(np.linalg.norm(form.V, 2))), "lower", domain=domain, n=count, theorem=key)
+    if domain is None:
+        return Bound(math.inf, "lower", n=count, theorem=key)
+    R = domain.radius
     candidates = np.concatenate(
         [np.linalg.svd(form.V)[2][:1], np.linalg.svd(form.A)[0].T[:1], np.linalg.svd(form.V @ form.A)[2][:1]]
     )
@@ -172,13 +231,12 @@ def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None
     u = form.lift(direction)
     value = down(best)
     # equal tokens are one atom: n of them would take n rows
-    places, tokens = ([1.0, 0.0], [1, 1]) if count == 2 else ([1.0, -1.0, 0.0], [k // 2, k // 2, count - k])
+    places, counts = ([1.0, 0.0], [1, 1]) if count == 2 else ([1.0, -1.0, 0.0], [k // 2, k // 2, count - k])
     return Bound(
         value,
         "lower",
-        source,
         domain=domain,
         n=count,
-        witness=DiscreteMeasure(np.outer(R * np.array(places), u), [m / count for m in tokens]),
-        details={"log_value": log(value)},
+        witness=DiscreteMeasure(np.outer(R * np.array(places), u), [m / count for m in counts]),
+        theorem=key,
     )

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention
+from otattn.attention import AttentionMap, L2Attention
 from otattn.lipschitz.balls import BallMatrix
-from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, l2, order_two, theorem, tokens, unless, unmasked
 from otattn.lipschitz.intervals import is_interval, lift
 from otattn.lipschitz.masked_bounds import masked_column_sum
 from otattn.lipschitz.regions import Region, check_count, resolve_domain, see
@@ -122,19 +123,20 @@ def l2_row_bound(
     ----------
     otattn, L2 row bound.
     """
-    _head(attention, None)
     region = resolve_domain(radius, domain, attention.in_dim)
-    if check.check_order(p) != 2.0:
-        raise ValueError(f"p must be 2 for l2_row_bound, received {p!r}; use l2_column_bound.")
-    return prove("l2_row_bound", attention, region, check.count(n, "n"), 2.0)
+    return prove("l2_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
 
 
-@prover("l2_row_bound")
+@theorem(
+    "l2_row_bound",
+    statement="the row bound with the row constant of L2 attention",
+    hypotheses="L2, masked or not; any domain; n tokens; p = 2",
+    applies=every(l2(), tokens(), order_two),
+)
 def _l2_row(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    if p != 2.0:
-        raise ValueError(f"p must be 2 for l2_row_bound, received {p:g}.")
-    head = _head(attention, None)
-    return _row(_numbers(head, Region.of(domain, exact=exact), head.V), domain, check.count(n, "n"))
+    assert n is not None
+    head: Any = unmasked(attention)
+    return _row(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n)
 
 
 def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
@@ -183,16 +185,19 @@ def l2_column_bound(
     ----------
     otattn, L2 column bound.
     """
-    order = check.check_order(p)
-    count = check_count(n)
-    _head(attention, None if math.isinf(order) or count is not None else False)
     region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("l2_column_bound", attention, region, count, order)
+    return prove("l2_column_bound", attention, region, check_count(n), check.check_order(p))
 
 
-@prover("l2_column_bound")
+@theorem(
+    "l2_column_bound",
+    statement="sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}",
+    hypotheses="L2, masked for n tokens or p = inf only; any domain, n and p",
+    applies=every(l2(), unless(lambda n, p: math.isinf(p) or n is not None, l2(masked=False))),
+    measures=True,
+)
 def _l2_column(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    head = _head(attention, None if math.isinf(p) or n is not None else False)
+    head: Any = unmasked(attention)
     return _column(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n, p, attention.causal)
 
 
@@ -222,15 +227,3 @@ def l2_bounds(
         if n is not None and p == 2.0:
             out.append(_row(x, region.domain, n))
     return out
-
-
-def _head(attention: Any, masked: bool | None) -> L2Attention:
-    causal = isinstance(attention, MaskedAttention)
-    head = attention.attention if isinstance(attention, MaskedAttention) else attention
-    if not isinstance(head, L2Attention) or (masked is not None and masked != causal):
-        received = f"MaskedAttention({type(head).__name__})" if causal else type(head).__name__
-        raise ValueError(
-            f"attention must be L2Attention{'' if masked is None else ' without a mask'} for this theorem, "
-            f"received {received}; see otattn.bounds.table for the theorems that apply to it."
-        )
-    return head

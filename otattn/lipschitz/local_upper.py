@@ -14,7 +14,8 @@ from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention
-from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, order_two, sum_of_heads, theorem
 from otattn.lipschitz.head_bounds import HeadPart, combine_heads, heads_of
 from otattn.lipschitz.rounding import log, safe_exp, up
 
@@ -74,14 +75,28 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     return prove("local_upper_bound", attention, measure, measure.n, 2.0)
 
 
-@prover("local_upper_bound", exact=False)
+def _at_measure(attention: AttentionMap, measure: Any, n: int | None, p: float) -> str | None:
+    """A measure of the map's kind, and its number of atoms."""
+    if not hasattr(measure, "points") or not hasattr(measure, "weights"):
+        return f"domain must be the measure at which the constant is bounded, received {measure!r}"
+    if n != measure.n:
+        return f"n must be {measure.n}, the number of atoms, received {n}"
+    if attention.causal and getattr(measure, "times", None) is None:
+        return f"a masked map needs a measure whose atoms have times, received {type(measure).__name__}"
+    return None
+
+
+@theorem(
+    "local_upper_bound",
+    statement="(max_j sum_i w_i P_ij lambda_i / w_j)^{1/2} + max_i ||V C_i A||",
+    hypotheses="softmax, L2, unnormalised, several heads, masked or not; one measure; p = 2",
+    applies=every(sum_of_heads, _at_measure, order_two),
+    quantity="local",
+    rigorous=False,
+)
 def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: float, exact: bool) -> Bound:
-    if n != measure.n or p != 2.0:
-        raise ValueError(f"the local bound is about {measure.n} atoms and p = 2, received n = {n}, p = {p:g}.")
     live = measure if (measure.weights > 0).all() else measure.support()
     times = getattr(live, "times", None) if attention.causal else None
-    if attention.causal and times is None:
-        raise ValueError(f"a masked map needs a measure whose atoms have times, received {type(measure).__name__}.")
     check.moderate(live.points, "mu")
     heads = heads_of(attention)
     try:
@@ -94,7 +109,6 @@ def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: fl
     return Bound(
         up(float(value)),
         "upper",
-        "otattn.bounds.local_upper_bound: local bound",
         domain=measure,
         n=measure.n,
         theorem="local_upper_bound",

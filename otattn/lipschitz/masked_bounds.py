@@ -16,14 +16,14 @@ import numpy as np
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, order_between, order_two, softmax, theorem, tokens
 from otattn.lipschitz.intervals import is_interval, lift
-from otattn.lipschitz.regions import Seen, check_count, resolve_domain, see
+from otattn.lipschitz.regions import Seen, check_count, resolve_domain
 from otattn.lipschitz.rounding import log, log_sum, top, up
 from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant
-from otattn.lipschitz.setting import softmax_form
-from otattn.lipschitz.theorems import column_bound_of, outward, row_bound_of
-from otattn.measures.domains import Ball, Domain
+from otattn.lipschitz.theorems import column_bound_of, outward, row_bound_of, seen_by
+from otattn.measures.domains import Domain
 
 __all__ = ["masked_average_bound", "masked_column_bound", "masked_column_sum", "masked_row_bound"]
 
@@ -67,9 +67,15 @@ def masked_column_bound(
     return prove("masked_column_bound", attention, region, check.count(n, "n"), check.check_order(p))
 
 
-@prover("masked_column_bound")
+@theorem(
+    "masked_column_bound",
+    statement="sigma + S_n^{1/p} N_p, S_n about e^{2t} log n",
+    hypotheses="masked softmax; any domain and p; n tokens",
+    applies=every(softmax(masked=True), tokens()),
+)
 def _masked_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    return _masked_column(_seen(attention, domain, exact), check.count(n, "n"), p)
+    assert n is not None
+    return _masked_column(seen_by(attention, domain, exact=exact), n, p)
 
 
 def _masked_column(seen: Seen, n: int, p: float) -> Bound:
@@ -143,11 +149,15 @@ def masked_row_bound(
     return prove("masked_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
 
 
-@prover("masked_row_bound")
+@theorem(
+    "masked_row_bound",
+    statement="(sum of Psi_i^2 / i)^{1/2} over the rows, and sigma",
+    hypotheses="masked softmax; any domain; n tokens; p = 2",
+    applies=every(softmax(masked=True), tokens(), order_two),
+)
 def _masked_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    if p != 2.0:
-        raise ValueError(f"p must be 2 for masked_row_bound, received {p!r}; use masked_column_bound.")
-    return _masked_row(_seen(attention, domain, exact), check.count(n, "n"))
+    assert n is not None
+    return _masked_row(seen_by(attention, domain, exact=exact), n)
 
 
 def _masked_row(seen: Seen, n: int) -> Bound:
@@ -217,19 +227,19 @@ def masked_average_bound(
     ----------
     otattn, masked average bound.
     """
-    order = check.check_order(p)
-    if not 1.0 < order < math.inf:
-        raise ValueError(f"p must lie in (1, inf) for masked_average_bound, received {p!r}; use masked_column_bound.")
-    return prove(
-        "masked_average_bound", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), order
-    )
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("masked_average_bound", attention, region, check_count(n), check.check_order(p))
 
 
-@prover("masked_average_bound")
+@theorem(
+    "masked_average_bound",
+    statement="sigma + v N_r (e^{2t} p / (p - r))^{1/r}",
+    hypotheses="masked softmax; any domain and n; 1 < p < inf",
+    applies=every(softmax(masked=True), order_between(1.0, math.inf, low_open=True, high_open=True)),
+    measures=True,
+)
 def _masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    if not 1.0 < p < math.inf:
-        raise ValueError(f"p must lie in (1, inf) for masked_average_bound, received {p!r}.")
-    return _masked_average(_seen(attention, domain, exact), n, p)
+    return _masked_average(seen_by(attention, domain, exact=exact), n, p)
 
 
 def _masked_average(seen: Seen, n: int | None, p: float) -> Bound:
@@ -263,7 +273,3 @@ def masked_softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
     if p > 1.0:
         out.append(_masked_average(seen, n, p))
     return out
-
-
-def _seen(attention: AttentionMap, domain: Domain, exact: bool) -> Seen:
-    return see(softmax_form(attention, masked=True, exact=exact, ball=isinstance(domain, Ball)), domain)

@@ -13,13 +13,13 @@ from otattn.attention import (
     AttentionMap,
     ExponentialAttention,
     LinearAttention,
-    MaskedAttention,
     ReLUAttention,
     SigmoidAttention,
 )
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.balls import BallMatrix
-from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import theorem, unmasked, unnormalised_map
 from otattn.lipschitz.intervals import is_interval, lift
 from otattn.lipschitz.quadratic import max_norm_product
 from otattn.lipschitz.regions import Region, Seen, check_count, largest_norm, resolve_domain
@@ -74,19 +74,18 @@ def pointwise_bound(
     ----------
     otattn, unnormalised bound.
     """
-    head = attention.attention if isinstance(attention, MaskedAttention) else attention
-    if not isinstance(head, PointwiseAttention):
-        raise ValueError(
-            f"attention must be unnormalised (sigmoid, ReLU, linear, exponential) for this theorem, received "
-            f"{type(head).__name__}; see otattn.bounds.table for the theorems that apply to it."
-        )
     region = resolve_domain(radius, domain, attention.in_dim)
     return prove("pointwise_bound", attention, region, check_count(n), check.check_order(p))
 
 
-@prover("pointwise_bound")
+@theorem(
+    "pointwise_bound",
+    statement="v sup(|h| + a |h'|) + sigma sup |h'|",
+    hypotheses="unnormalised, masked or not; any domain, n and p",
+    applies=unnormalised_map,
+)
 def _pointwise(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    head: Any = attention.attention if isinstance(attention, MaskedAttention) else attention
+    head: Any = unmasked(attention)
     return unnormalised(head, head.V, Region.of(domain, exact=exact), n, p)
 
 

@@ -17,7 +17,8 @@ from otattn import _validate as check
 from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz.balls import BallMatrix
-from otattn.lipschitz.bound import Bound, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, order_two, rotary, theorem, tokens
 from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.regions import largest_norm, resolve_domain
 from otattn.lipschitz.rounding import is_zero, log, product, top, up
@@ -71,22 +72,18 @@ def rotary_row_bound(
     ----------
     otattn, rotary row bound.
     """
-    if not isinstance(attention, RotaryAttention):
-        raise ValueError(
-            f"attention must be RotaryAttention for this theorem, received {type(attention).__name__}; see "
-            "otattn.bounds.table for the theorems that apply to it."
-        )
-    if check.check_order(p) != 2.0:
-        raise ValueError(f"p must be 2 for rotary_row_bound, received {p!r}; no other order is covered.")
     region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("rotary_row_bound", attention, region, check.count(n, "n"), 2.0)
+    return prove("rotary_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
 
 
-@prover("rotary_row_bound")
+@theorem(
+    "rotary_row_bound",
+    statement="the row bound with gradients that depend on the key",
+    hypotheses="rotary, causal or not; any domain; n tokens; p = 2",
+    applies=every(rotary, tokens(), order_two),
+)
 def _rotary_row(attention: RotaryAttention, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    count = check.count(n, "n")
-    if p != 2.0:
-        raise ValueError(f"p must be 2 for rotary_row_bound, received {p:g}; no other order is covered.")
+    assert n is not None
     check_sizes(attention)
     wrap: Any = BallMatrix.exact if exact else np.asarray
     R = largest_norm(domain, exact=exact)
@@ -99,8 +96,8 @@ def _rotary_row(attention: RotaryAttention, domain: Domain, n: int | None, p: fl
     G, H = product(k, product(q, R) + query, s), product(q, product(k, R) + key, s)
     t, sigma = product(G, R), up(product(v, R, H))
     phi = up(np.maximum(1.0, (1.0 + t) / np.sqrt(lift(2.0) if exact else 2.0)))
-    if count == 1 or is_zero(v):
+    if n == 1 or is_zero(v):
         value = v
     else:
-        value = two_largest(product(v, phi), sigma, count) if math.isfinite(top(phi) + top(sigma)) else math.inf
-    return outward(log(value), "rotary_row_bound", domain, count, 2.0, {"row_constant": phi, "sigma": sigma, "t": t})
+        value = two_largest(product(v, phi), sigma, n) if math.isfinite(top(phi) + top(sigma)) else math.inf
+    return outward(log(value), "rotary_row_bound", domain, n, 2.0, {"row_constant": phi, "sigma": sigma, "t": t})

@@ -14,7 +14,7 @@ from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.balls import BallMatrix, orthonormal_rows
 
-__all__ = ["SoftmaxForm", "check_sizes", "check_two", "form_of", "refuse_bias", "softmax_form", "with_values"]
+__all__ = ["SoftmaxForm", "check_sizes", "form_of", "softmax_form", "with_values"]
 
 Array = NDArray[np.float64]
 
@@ -155,18 +155,3 @@ def with_values(head: Any, V: Array | None) -> Any:
         object.__setattr__(out, field.name, None if field.name == "value_bias" else value)
     object.__setattr__(out, "V", check.frozen(np.array(values, dtype=np.float64)))
     return out
-
-
-def check_two(p: Any, theorem: str) -> None:
-    """Published theorems are about W_2."""
-    if check.check_order(p) != 2.0:
-        raise ValueError(f"p must be 2 for {theorem}, received {p!r}; see otattn.bounds.column_bound for other orders.")
-
-
-def refuse_bias(form: SoftmaxForm, theorem: str) -> None:
-    """A theorem that is stated without biases."""
-    if form.c is not None:
-        raise ValueError(
-            f"{theorem} assumes no bias, received a query bias of norm {float(np.linalg.norm(form.c)):g}; "
-            "set it to zero, or use a bound of our own (otattn.bounds.table)."
-        )

@@ -7,26 +7,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from otattn import _validate as check
-from otattn.attention import (
-    AttentionMap,
-    L2Attention,
-    MaskedAttention,
-    MultiHeadAttention,
-    RotaryAttention,
-    SoftmaxAttention,
+from otattn.attention import AttentionMap
+from otattn.lipschitz import (
+    head_bounds,
+    l2_bounds,
+    masked_bounds,
+    pointwise_bounds,
+    published,
+    published_lower,
+    rotary_bounds,
 )
-from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz import published
-from otattn.lipschitz.bound import Bound, stated
-from otattn.lipschitz.head_bounds import head_upper_bounds, heads_of, multi_head_bound
-from otattn.lipschitz.regions import Region, check_count, largest_norm, resolve_domain, see
-from otattn.lipschitz.rotary_bounds import rotary_row_bound
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import THEOREMS, Theorem
+from otattn.lipschitz.regions import check_count, largest_norm, resolve_domain, see
 from otattn.lipschitz.rounding import log, safe_exp
 from otattn.lipschitz.setting import softmax_form
 from otattn.lipschitz.theorems import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["Crossover", "crossover", "table"]
+__all__ = ["Crossover", "closed_bounds", "crossover", "table"]
+
+CLOSED = (head_bounds, l2_bounds, masked_bounds, pointwise_bounds, published, published_lower, rotary_bounds)
+"""The modules whose theorems a table shows: they are registered when their modules are read."""
 
 
 def table(
@@ -56,65 +58,37 @@ def table(
     >>> from otattn.attention import SoftmaxAttention
     >>> for bound in table(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1)[:2]:
     ...     print(bound)
-    Bound(upper 1, p=2, n=1, otattn.bounds.column_bound: column bound)
-    Bound(upper 1, p=2, n=1, otattn.bounds.row_bound: row bound)
+    Bound(upper 1, p=2, n=1, row_bound)
+    Bound(upper 1, p=2, n=1, column_bound)
     """
-    region, count, order = (
-        resolve_domain(radius, domain, attention.in_dim),
-        check_count(n),
-        check.check_order(p),
-    )
-    bounds = _ours(attention, region, count, order)
-    if order == 2.0:
-        bounds += _published(attention, radius if radius is not None else float(largest_norm(region)), count)
-    seen: dict[tuple[str, int | None], Bound] = {}
-    for b in bounds:
-        seen.setdefault((b.source, b.n), stated(b, attention))
-    uppers = sorted((b for b in seen.values() if b.kind == "upper"), key=_size)
-    lowers = sorted((b for b in seen.values() if b.kind == "lower"), key=_size, reverse=True)
+    region, count, order = resolve_domain(radius, domain, attention.in_dim), check_count(n), check.check_order(p)
+    found: list[Bound] = []
+    for record in THEOREMS.values():
+        if record.closed and record.quantity == "lipschitz":
+            found += closed_bounds(record, attention, region, count, order)
+    uppers = sorted((b for b in found if b.kind == "upper"), key=lambda b: b.log_value)
+    lowers = sorted((b for b in found if b.kind == "lower"), key=lambda b: -b.log_value)
     return uppers + lowers
 
 
-def _size(b: Bound) -> float:
-    return float(b.details.get("log_value", b.value))
-
-
-def _ours(attention: AttentionMap, domain: Domain, n: int | None, p: float) -> list[Bound]:
-    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
-    if isinstance(inner, SoftmaxAttention | L2Attention | PointwiseAttention):
-        part = heads_of(attention)[0]
-        return head_upper_bounds(part.head, part.compact, Region.of(domain), n, p, causal=part.causal)
-    if isinstance(inner, RotaryAttention):
-        return [rotary_row_bound(inner, domain=domain, n=n)] if n is not None and p == 2.0 else []
-    if isinstance(inner, MultiHeadAttention):
-        try:
-            return [multi_head_bound(attention, domain=domain, n=n, p=p)]
-        except ValueError:
-            return []  # a head of a kind, or an order, that no theorem covers
-    return []
-
-
-def _published(attention: AttentionMap, R: float, n: int | None) -> list[Bound]:
-    calls: list[Callable[[], Bound]] = []
-    if n is not None:
-        calls += [
-            lambda: published.castin2024_discrete(attention, radius=R, n=n),
-            lambda: published.castin2024_masked(attention, radius=R, n=n),
-            lambda: published.castin2024_discrete_lower(attention, radius=R, n=n),
-            lambda: published.kim2021_l2(attention, n=n),
-        ]
-        if n >= 2:
-            calls.append(lambda: published.kim2021_dot_product(attention, n=n, radius=R))
-    calls.append(lambda: published.geshkovski2024_mean_field(attention, radius=R))
-    if n is None:
-        calls.append(lambda: published.castin2024_mean_field_lower(attention, radius=R))
-    out: list[Bound] = []
-    for call in calls:
-        try:
-            out.append(call())
-        except ValueError:
-            continue  # the theorem's hypotheses do not hold here
+def closed_bounds(record: Theorem, attention: AttentionMap, region: Domain, n: int | None, p: float) -> list[Bound]:
+    """What a theorem says of n tokens, and of any measure where that is another bound for n tokens too."""
+    # the published theorems are about balls, or about all of R^d
+    ball = _ball(region) if record.published else region
+    out = []
+    for domain in (ball, None) if record.published else (ball,):
+        if record.reason(attention, domain, n, p) is None:
+            out.append(prove(record.key, attention, domain, n, p))
+            break
+    if n is not None and (n > 1 or not out) and record.measures and record.reason(attention, ball, None, p) is None:
+        out.append(prove(record.key, attention, ball, None, p))
     return out
+
+
+def _ball(region: Domain) -> Domain:
+    """The centred ball that holds the domain; the domain itself when it is the origin."""
+    size = float(largest_norm(region))
+    return region if isinstance(region, Ball) or size == 0.0 else Ball(size)
 
 
 @dataclass(frozen=True)
@@ -157,12 +131,12 @@ def crossover(attention: AttentionMap, radius: float) -> Crossover:
     seen = see(form, Ball(radius))
 
     def log_of(b: Bound) -> float:
-        return float(b.details["log_value"])
+        return float(b.log_value)
 
     mean = log_of(published.geshkovski2024_mean_field(attention, radius=radius))
     ours = min(log_of(b) for b in softmax_bounds(seen, None, 2.0))
     first = _least(lambda n: log(published.castin_upper(form, radius, n)[0]), mean)
-    second = _least(lambda n: log_of(row_bound_of(seen, n)), ours)
+    second = _least(lambda n: row_bound_of(seen, n).log_value, ours)
     return Crossover(first[0], second[0], first[1], second[1])
 
 

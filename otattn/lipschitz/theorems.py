@@ -14,8 +14,7 @@ max |g|``, ``r`` the half diameter, R the radius of the centred domain, ``v = ||
 A||``, ``kappa``; for the ball and without bias ``t = G r`` is ``a = ||A|| R^2``. One token's map is linear:
 ``n = 1`` gives v exactly.
 
-Every value is rounded outward; one above the largest float is inf, and ``details["log_value"]`` its
-logarithm.
+Every value is rounded outward; one above the largest float is inf, and ``log_value`` its logarithm.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ import numpy as np
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.lipschitz.bound import Bound, Quantity, prove, prover
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import THEOREMS, every, order_between, order_two, softmax, theorem, tokens, unless
 from otattn.lipschitz.intervals import is_interval, lift, upper
 from otattn.lipschitz.regions import Seen, check_count, resolve_domain, see
 from otattn.lipschitz.rounding import NOTHING, ROUNDING, least, log, log_sum, safe_exp, top, up
@@ -36,6 +36,22 @@ from otattn.lipschitz.setting import softmax_form
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]
+
+
+_LAST: tuple[Any, Domain, Seen] | None = None
+"""The numbers that were made last: the theorems of a table ask for the same ones, one after the other."""
+
+
+def seen_by(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> Seen:
+    """What a softmax head, masked or not, sees of its domain."""
+    global _LAST
+    last = _LAST
+    if not exact and last is not None and last[0] is attention and last[1] is domain:
+        return last[2]
+    seen = see(softmax_form(attention, exact=exact, ball=isinstance(domain, Ball)), domain)
+    if not exact:
+        _LAST = attention, domain, seen
+    return seen
 
 
 def field_bound(attention: AttentionMap, *, radius: float | None = None, domain: Domain | None = None) -> Bound:
@@ -65,9 +81,15 @@ def field_bound(attention: AttentionMap, *, radius: float | None = None, domain:
     return prove("field_bound", attention, resolve_domain(radius, domain, attention.in_dim), None, 2.0)
 
 
-@prover("field_bound")
+@theorem(
+    "field_bound",
+    statement="sigma = sup ||V C A||",
+    hypotheses="softmax, masked or not; any domain, n and p",
+    applies=softmax(),
+    quantity="field",
+)
 def _field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    seen = _seen(attention, domain, exact=exact)
+    seen = seen_by(attention, domain, exact=exact)
     return _bound(log(seen.sigma), "field_bound", seen, n, p, {})
 
 
@@ -107,9 +129,16 @@ def column_sum(
     return prove("column_sum", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), 2.0)
 
 
-@prover("column_sum")
+@theorem(
+    "column_sum",
+    statement="T_n, at most e^kappa",
+    hypotheses="softmax without a mask; any domain and n",
+    applies=softmax(masked=False),
+    quantity="column_sum",
+    measures=True,
+)
 def _column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    seen = _seen(attention, domain, masked=False, exact=exact)
+    seen = seen_by(attention, domain, exact=exact)
     return _bound(column_log(seen.kappa, 2.0 * seen.t, n), "column_sum", seen, n, p, {"kappa": seen.kappa})
 
 
@@ -169,10 +198,15 @@ def row_bound(
     return prove("row_bound", attention, resolve_domain(radius, domain, attention.in_dim), count, check.check_order(p))
 
 
-@prover("row_bound")
+@theorem(
+    "row_bound",
+    statement="the norm of two rows, about v a sqrt(n / 2)",
+    hypotheses="softmax, masked or not; any domain; n tokens; p = 2",
+    applies=every(softmax(), tokens(), order_two),
+)
 def _row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    _only_two(p, "row_bound")
-    return row_bound_of(_seen(attention, domain, exact=exact), check.count(n, "n"))
+    assert n is not None
+    return row_bound_of(seen_by(attention, domain, exact=exact), n)
 
 
 def row_bound_of(seen: Seen, n: int) -> Bound:
@@ -233,9 +267,15 @@ def column_bound(
     return prove("column_bound", attention, region, check_count(n), check.check_order(p))
 
 
-@prover("column_bound")
+@theorem(
+    "column_bound",
+    statement="sigma + T^{1/p} N_p, T <= e^kappa",
+    hypotheses="softmax without a mask (masked too for p = inf); any domain, n and p",
+    applies=every(softmax(), unless(lambda n, p: math.isinf(p), softmax(masked=False))),
+    measures=True,
+)
 def _column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    return column_bound_of(_seen(attention, domain, masked=None if math.isinf(p) else False, exact=exact), n, p)
+    return column_bound_of(seen_by(attention, domain, exact=exact), n, p)
 
 
 def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
@@ -279,15 +319,19 @@ def density_bound(
     ----------
     otattn, density bound.
     """
-    order = check.check_order(p)
-    if order < 2.0:
-        raise ValueError(f"p must be at least 2 for density_bound, received {p!r}; use column_bound.")
-    return prove("density_bound", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), order)
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("density_bound", attention, region, check_count(n), check.check_order(p))
 
 
-@prover("density_bound")
+@theorem(
+    "density_bound",
+    statement="sigma + v Psi_p(t)",
+    hypotheses="softmax without a mask; any domain and n; p >= 2",
+    applies=every(softmax(masked=False), order_between(2.0, math.inf)),
+    measures=True,
+)
 def _density_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    return _density(_seen(attention, domain, masked=False, exact=exact), n, p)
+    return _density(seen_by(attention, domain, exact=exact), n, p)
 
 
 def _density(seen: Seen, n: int | None, p: float) -> Bound:
@@ -308,44 +352,14 @@ def softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
     return out
 
 
-def _seen(attention: AttentionMap, domain: Domain, *, masked: bool | None = None, exact: bool = False) -> Seen:
-    return see(softmax_form(attention, masked=masked, exact=exact, ball=isinstance(domain, Ball)), domain)
-
-
 def _bound(log_value: Any, theorem: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]) -> Bound:
     return outward(log_value, theorem, seen.region.domain, n, p, details)
-
-
-TITLES = {
-    "column_bound": "column bound",
-    "column_sum": "column sums",
-    "density_bound": "density bound",
-    "field_bound": "field part",
-    "l2_column_bound": "L2 column bound",
-    "l2_row_bound": "L2 row bound",
-    "masked_average_bound": "masked average bound",
-    "masked_column_bound": "masked column bound",
-    "masked_row_bound": "masked row bound",
-    "multi_head_bound": "multi-head bound",
-    "pointwise_bound": "unnormalised bound",
-    "rotary_row_bound": "rotary row bound",
-    "row_bound": "row bound",
-}
-"""The closed-form theorems by key, each a function of :mod:`otattn.lipschitz.bounds`."""
-_QUANTITIES: dict[str, Quantity] = {"column_sum": "column_sum", "field_bound": "field"}
 
 
 def outward(
     log_value: Any, theorem: str, domain: Domain | None, n: int | None, p: float, details: dict[str, Any]
 ) -> Bound:
-    """The bound of one of our theorems from its logarithm."""
-    return rounded_bound(log_value, theorem, f"otattn.bounds.{theorem}: {TITLES[theorem]}", domain, n, p, details)
-
-
-def rounded_bound(
-    log_value: Any, theorem: str, source: str, domain: Domain | None, n: int | None, p: float, details: dict[str, Any]
-) -> Bound:
-    """The bound of a logarithm: rounded outward by :data:`ROUNDING` for a float, the upper end of an interval.
+    """The bound of a theorem from its logarithm: rounded outward by :data:`ROUNDING` for a float, the upper end of an interval.
 
     The rounding of a large logarithm is part of it.
     """
@@ -360,16 +374,11 @@ def rounded_bound(
     return Bound(
         float(value),
         "upper",
-        source,
-        p,
-        domain,
-        n,
-        details={"log_value": float(log_value), **plain},
+        p=p,
+        domain=domain,
+        n=n,
+        details=plain,
         theorem=theorem,
-        quantity=_QUANTITIES.get(theorem, "lipschitz"),
+        quantity=THEOREMS[theorem].quantity,
+        log_value=float(log_value),
     )
-
-
-def _only_two(p: Any, name: str) -> None:
-    if check.check_order(p) != 2.0:
-        raise ValueError(f"p must be 2 for {name}, received {p!r}; use column_bound.")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from otattn import _validate as check
 from otattn._linalg import spectral_norm
-from otattn.attention import AttentionMap, MultiHeadAttention, SoftmaxAttention
+from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.errors import CertificateError
+from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.regions import resolve_domain
+from otattn.lipschitz.catalogue import THEOREMS, Theorem, every, order_two, several_heads, theorems, unmasked
+from otattn.lipschitz.catalogue import theorem as _theorem
+from otattn.lipschitz.regions import check_count, resolve_domain
 from otattn.lipschitz.relaxations.heads import head_with_values, multihead
-from otattn.lipschitz.relaxations.joint import joint
-from otattn.lipschitz.relaxations.mean_field import mean_field
-from otattn.lipschitz.relaxations.pair import pair
-from otattn.lipschitz.relaxations.psd import psd
-from otattn.lipschitz.table import table
+from otattn.lipschitz.table import closed_bounds, table
 from otattn.measures import Domain
 
 __all__ = ["Effort", "lipschitz_upper_bound", "upper_bounds"]
@@ -46,48 +44,62 @@ def upper_bounds(
     region = resolve_domain(radius, domain, attention.in_dim)
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
-    if isinstance(attention, SoftmaxAttention):
-        calls: list[Callable[[], Bound]] = []
-        if _worth_it(attention, out, order):
-            calls.append(lambda: mean_field(attention, region, p=order, effort=effort))
-        if n is not None and order == 2.0:
-            calls.append(lambda: joint(attention, region, n, effort=effort))
-            calls.append(lambda: psd(attention, region, n=n, effort=effort))
-            if n == 2 and attention.in_dim <= PAIR_DIMENSION:
-                calls.append(lambda: pair(attention, region, effort=effort))
-        out += _attempts(calls)
-    elif order == 2.0 and isinstance(attention, MultiHeadAttention) and _all_softmax(attention):
-        # bounds of the heads with the identity for their values: multihead checks that this is what they are
-        heads = [head_with_values(attention, h, None) for h in range(len(attention.heads))]
-        singles = [upper_bounds(h, radius=radius, domain=domain, n=n, p=p, effort=effort)[0] for h in heads]
-        out += _attempts([lambda: multihead(attention, singles)])
-    return sorted(out, key=lambda b: (b.value, float(b.details.get("log_value", 0.0))))
+    for record in THEOREMS.values():
+        if record.closed or record.quantity != "lipschitz" or not _worth_it(record, attention, n, order, out):
+            continue
+        out += _attempt(record, attention, region, n, order, effort)
+    return sorted(out, key=lambda b: (b.value, b.log_value))
 
 
-def _all_softmax(attention: MultiHeadAttention) -> bool:
-    return all(isinstance(h, SoftmaxAttention) for h in attention.heads)
+def _attempt(
+    record: Theorem, attention: AttentionMap, region: Domain, n: int | None, p: float, effort: Effort
+) -> list[Bound]:
+    # a theorem about any measure bounds the constant for n tokens too
+    counts = [c for c in dict.fromkeys((n, None)) if record.reason(attention, region, c, p) is None]
+    if not counts:
+        return []
+    try:
+        bound = record.evaluate(attention, region, counts[0], p, effort)
+    except CertificateError:
+        return []  # what the solver proposed cannot be repaired: the others stand
+    return [] if math.isnan(bound.value) else [bound]
 
 
-def _worth_it(attention: SoftmaxAttention, closed: list[Bound], p: float) -> bool:
-    """Whether the mean-field relaxation may win: it keeps the exponential ``v e^{kappa/p}`` of the column bound."""
-    best = min((float(b.details.get("log_value", math.inf)) for b in closed if b.value > 0), default=math.inf)
+def _plain_softmax(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    whole: Any = unmasked(attention)
+    odd = next((h for h in whole.heads if not isinstance(h, SoftmaxAttention)), None)
+    return None if odd is None else f"every head must be SoftmaxAttention, received {type(odd).__name__}"
+
+
+@_theorem(
+    "multihead",
+    statement="min_s lambda_max(sum_h c_h^2 U_h U_h^T / s_h)^{1/2} of the heads' best bounds",
+    hypotheses="several softmax heads, masked or not; any domain and n; p = 2",
+    applies=every(several_heads, order_two, _plain_softmax),
+    closed=False,
+)
+def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, effort: Effort) -> Bound:
+    # bounds of the heads with the identity for their values: multihead checks that this is what they are
+    whole: Any = unmasked(attention)
+    heads = [head_with_values(attention, h, None) for h in range(len(whole.heads))]
+    return multihead(attention, [upper_bounds(h, domain=domain, n=n, p=p, effort=effort)[0] for h in heads])
+
+
+def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float, closed: list[Bound]) -> bool:
+    """Whether a relaxation may win, or costs little.
+
+    The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions.
+    """
+    if record.key == "pair":
+        return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
+    if record.key != "mean_field" or not isinstance(attention, SoftmaxAttention):
+        return True
+    best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
     exponents = [float(b.details["kappa"]) for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
     v = spectral_norm(attention.V)
     if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
         return True
     return min(exponents) / p + math.log(v) < best + 0.5
-
-
-def _attempts(calls: list[Callable[[], Bound]]) -> list[Bound]:
-    out = []
-    for call in calls:
-        try:
-            bound = call()
-        except (CertificateError, ValueError):
-            continue  # not certified, or its hypotheses do not hold (a form that is not PSD): the others stand
-        if not math.isnan(bound.value):
-            out.append(bound)
-    return out
 
 
 def lipschitz_upper_bound(
@@ -97,7 +109,7 @@ def lipschitz_upper_bound(
     domain: Domain | None = None,
     n: int | None = None,
     p: float = 2,
-    method: str = "best",
+    theorem: str | None = None,
     effort: Effort = "fast",
 ) -> Bound:
     """A proven upper bound of the W_p Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu``.
@@ -113,21 +125,23 @@ def lipschitz_upper_bound(
         n tokens of equal weight; None for all measures on the domain (mean-field).
     p : float
         Order, in ``[1, inf]``.
-    method : str
-        "best" for the least of all that apply, or a part of the name of one theorem (the sources that
-        :func:`otattn.bounds.table` lists), for instance "row bound".
+    theorem : str, optional
+        Key of one theorem of the catalogue (:func:`otattn.theorems`), for instance "row_bound"; by default the least of all
+        that apply.
     effort : {"fast", "deep"}
         "deep" allows branch and bound that takes tens of seconds.
 
     Returns
     -------
     Bound
-        Kind "upper"; ``source`` names the theorem that won, ``details["candidates"]`` the number compared.
+        Kind "upper"; ``theorem`` names the one that won, ``details["candidates"]`` the number compared.
 
     Raises
     ------
     ValueError
-        No theorem covers the map, or ``method`` names none that applies.
+        No theorem covers the map, or ``theorem`` does not apply; the message has the reasons.
+    CertificateError
+        The relaxation ``theorem`` could not be certified.
 
     Examples
     --------
@@ -136,16 +150,42 @@ def lipschitz_upper_bound(
     >>> round(bound.value, 6)   # 4 + sqrt(17), whatever n is
     8.123106
     """
+    if theorem is not None:
+        return _of_theorem(theorem, attention, radius, domain, n, p, effort)
     candidates = upper_bounds(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
-    if method != "best":
-        candidates = [b for b in candidates if method.lower() in b.source.lower()]
     if not candidates:
+        catalogue = theorems(attention, radius=radius, domain=domain, n=n, p=p)
+        why = "; ".join(dict.fromkeys(reason for reason in catalogue.reasons or () if reason))
         raise ValueError(
-            f"no upper bound {'' if method == 'best' else f'named {method!r} '}applies to {type(attention).__name__} with "
-            f"n={n}, p={p:g}; otattn.bounds.table lists what does."
+            f"no upper bound applies to {type(attention).__name__} with n={n}, p={p:g} ({why}); see otattn.theorems."
         )
-    best = candidates[0]
-    return _with_count(best, len(candidates))
+    return _with_count(candidates[0], len(candidates))
+
+
+def _of_theorem(
+    key: str,
+    attention: AttentionMap,
+    radius: float | None,
+    domain: Domain | None,
+    n: int | None,
+    p: float,
+    effort: Effort,
+) -> Bound:
+    """The bound of one theorem."""
+    record = THEOREMS.get(key)
+    if record is None or record.kind != "upper" or record.quantity != "lipschitz":
+        known = sorted(t.key for t in THEOREMS.values() if t.kind == "upper" and t.quantity == "lipschitz")
+        raise ValueError(f"theorem must be one of {', '.join(known)}, received {key!r}.")
+    region, order = resolve_domain(radius, domain, attention.in_dim), check.check_order(p)
+    check_count(n)
+    closed = closed_bounds(record, attention, region, n, order) if record.closed else None
+    found = _attempt(record, attention, region, n, order, effort) if closed is None else closed
+    if not found:
+        why = record.reason(attention, region, n, order)
+        if why is None:
+            raise CertificateError(f"what the solver proposed for {key} proves nothing; try effort='deep'.")
+        raise ValueError(f"{key} does not apply: {why}; otattn.theorems(attention, ...) lists what does.")
+    return min(found, key=lambda b: b.log_value)
 
 
 def _with_count(bound: Bound, count: int) -> Bound:

@@ -21,7 +21,7 @@ GRID = 60
 
 def log10_of(bound: Bound) -> float:
     """log10 of a bound that may exceed the largest float."""
-    return float(bound.details["log_value"]) / math.log(10.0)
+    return bound.log_value / math.log(10.0)
 
 
 def _power(log10: float) -> str:

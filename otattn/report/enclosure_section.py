@@ -50,11 +50,11 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
             "upper": enclosure.upper.value,
             "ratio": enclosure.ratio,
             "published": published,
-            "upper_source": enclosure.upper.source,
+            "upper_by": enclosure.upper.name,
         }
         records.append(record)
         cells = [number(record[k]) for k in ("real", "lower", "upper", "ratio", "published")]
-        rows.append([str(h), *cells, enclosure.upper.source.split("/")[-1]])
+        rows.append([str(h), *cells, enclosure.upper.name])
         advance()
     ratios = [r["ratio"] for r in records if math.isfinite(r["ratio"])]
     mean = math.exp(float(np.log(ratios).mean())) if ratios else math.nan

@@ -9,6 +9,7 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz import bounds
+from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.local import splitting_part
 from otattn.lipschitz.rotary_bounds import rotary_row_bound
 from otattn.models.layer import ModelLayer
@@ -75,7 +76,9 @@ def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:
     if isinstance(head, RotaryAttention):
         return float("nan"), rotary_row_bound(head, radius=radius, n=n).value
     theorem = bounds.castin2024_masked if isinstance(head, MaskedAttention) else bounds.castin2024_discrete
-    table = [b for b in bounds.table(head, radius=radius, n=n) if b.kind == "upper" and b.source.startswith("otattn")]
+    table = [
+        b for b in bounds.table(head, radius=radius, n=n) if b.kind == "upper" and not THEOREMS[b.theorem].published
+    ]
     return theorem(head, radius=radius, n=n).value, min(b.value for b in table)
 
 

@@ -226,10 +226,9 @@ def crossing(rng: np.random.Generator) -> Outcome:
         n = found.published
         if not 2 <= n <= 2**50:
             raise Refused("out of reach")
-        mean = B.geshkovski2024_mean_field(q.ours, radius=R).details["log_value"]
+        mean = B.geshkovski2024_mean_field(q.ours, radius=R).log_value
         ends = [
-            B.castin2024_discrete(q.ours, radius=R, n=round(m)).details["log_value"]
-            for m in (n * (1 - 1e-9) - 1, n * (1 + 1e-9))
+            B.castin2024_discrete(q.ours, radius=R, n=round(m)).log_value for m in (n * (1 - 1e-9) - 1, n * (1 + 1e-9))
         ]
         if ends[0] <= mean * (1 + 1e-12) and mean <= ends[1] + 1e-12 * abs(mean):
             return Outcome(name, q.kind, "held", 2)

@@ -36,6 +36,7 @@ NO_PROMISE = {
     "fit_exponent": "a least squares fit",
     "real_against_adversarial": "a table of local_lipschitz at tokens of adversarial_tokens",
     "mean_field_limit": "distances to a Gaussian flow by Gelbrich's formula, averaged over samples",
+    "theorems": "the catalogue: words, and which theorems apply",
     "measure_layers": "a table of local_lipschitz, bounds.table and bounds.castin2024_discrete, layer by layer",
 }
 """Functions that the rule below collects and that promise nothing of their own."""

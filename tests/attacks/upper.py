@@ -107,7 +107,7 @@ def local_ball(rng: np.random.Generator) -> Outcome:
         whole = None
         if rng.random() < 0.3 and len(q.map.heads) == 1:
             reach = float(np.linalg.norm(X, axis=1).max() + rho) * (1 + 1e-12)
-            whole = asked(lambda: oa.lipschitz_upper_bound(q.ours, radius=reach, n=q.n, method="row bound"))
+            whole = asked(lambda: oa.lipschitz_upper_bound(q.ours, radius=reach, n=q.n, theorem="row_bound"))
         bound = asked(lambda: oa.relaxations.local_ball(q.ours, X, rho, global_bound=whole)).value
         return below(name, near, bound, rng)
 

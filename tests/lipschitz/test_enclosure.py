@@ -60,11 +60,11 @@ def test_best_is_the_least_and_methods_select() -> None:
     best = oa.lipschitz_upper_bound(attention, radius=2.0, n=8)
     assert best.value == min(b.value for b in every)
     assert best.details["candidates"] == len(every) >= 3
-    row = oa.lipschitz_upper_bound(attention, radius=2.0, n=8, method="row bound")
-    assert "row" in row.source
+    row = oa.lipschitz_upper_bound(attention, radius=2.0, n=8, theorem="row_bound")
+    assert row.theorem == "row_bound"
     assert row.value >= best.value
     with pytest.raises(ValueError, match="no upper bound named 'nothing'"):
-        oa.lipschitz_upper_bound(attention, radius=2.0, n=8, method="nothing")
+        oa.lipschitz_upper_bound(attention, radius=2.0, n=8, theorem="nothing")
     with pytest.raises(ValueError, match="effort must be"):
         oa.lipschitz_upper_bound(attention, radius=2.0, n=8, effort="huge")
     with pytest.raises(ValueError, match="applies to LayerNorm"):

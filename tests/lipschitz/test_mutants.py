@@ -208,8 +208,8 @@ def test_logarithms_of_bounds_are_bounds_too():
     """One token: the constant is ``||V||``, 3; bounds of several heads are made of the logarithms."""
     for theorem in (bounds.row_bound, bounds.column_bound, bounds.density_bound):
         found = theorem(SoftmaxAttention([[1.0]], [[3.0]]), radius=1.0, n=1)
-        assert found.details["log_value"] >= math.log(3.0)
-        assert found.details["log_value"] == pytest.approx(math.log(3.0), abs=1e-10)
+        assert found.log_value >= math.log(3.0)
+        assert found.log_value == pytest.approx(math.log(3.0), abs=1e-10)
 
 
 def test_a_bias_that_cancels_is_not_lost():

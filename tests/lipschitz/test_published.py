@@ -12,7 +12,7 @@ from otattn.attention import (
     SigmoidAttention,
     SoftmaxAttention,
 )
-from otattn.lipschitz import published as pub
+from otattn.lipschitz import bounds as pub
 
 
 def _local(attention, mu):
@@ -56,13 +56,13 @@ def test_mean_field_formula():
 def test_overflow_is_carried_by_the_logarithm():
     b = pub.geshkovski2024_mean_field(SoftmaxAttention([[400.0]], [[1.0]]), radius=1.0)
     assert b.value == math.inf
-    assert b.details["log_value"] == pytest.approx(800.0 + math.log(1201.0), abs=1e-10)
+    assert b.log_value == pytest.approx(800.0 + math.log(1201.0), abs=1e-10)
     # 2a = 700 is still a float
     b = pub.geshkovski2024_mean_field(SoftmaxAttention([[350.0]], [[1e-3]]), radius=1.0)
-    assert b.value == pytest.approx(math.exp(b.details["log_value"]), rel=1e-10)
+    assert b.value == pytest.approx(math.exp(b.log_value), rel=1e-10)
     low = pub.castin2024_mean_field_lower(SoftmaxAttention([[-900.0]], [[1.0]]), radius=1.0)
     assert low.value == math.inf
-    assert low.details["log_value"] == pytest.approx(900.0 + math.log(450.0), rel=1e-14)
+    assert low.log_value == pytest.approx(900.0 + math.log(450.0), rel=1e-14)
     assert low.witness is None
 
 
@@ -109,7 +109,7 @@ def test_mean_field_witnesses_reach_their_value_or_are_not_given(s):
     for more in (355.0, 372.0, 500.0):
         beyond = pub.castin2024_mean_field_lower(SoftmaxAttention([[-more]], [[1.0]]), radius=1.0)
         assert beyond.witness is None
-        assert beyond.details["log_value"] == pytest.approx(more + math.log(more / 2.0), rel=1e-14)
+        assert beyond.log_value == pytest.approx(more + math.log(more / 2.0), rel=1e-14)
 
 
 def test_lower_bound_formulas_for_identity_values():
@@ -190,14 +190,28 @@ def test_tied_l2_heads():
     rng = np.random.default_rng(5)
     heads, outputs = [], []
     for _ in range(3):
-        Q = rng.standard_normal((2, 4))
-        heads.append(L2Attention(Q, Q, rng.standard_normal((2, 2)) @ Q))
+        # small multiples of 1/8: the product of the values is exact, as the hypothesis asks
+        Q, M = (np.round(8.0 * rng.standard_normal(shape)) / 8.0 for shape in ((2, 4), (2, 2)))
+        heads.append(L2Attention(Q, Q, M @ Q))
         outputs.append(rng.standard_normal((4, 2)))
     for W in (outputs, None):
         attention = MultiHeadAttention(heads, W)
         upper = pub.kim2021_l2(attention, n=5).value
         for _ in range(5):
             assert _local(attention, rng.standard_normal((5, 4))) <= upper
+
+
+@pytest.mark.parametrize("part", [0.5, 1e-13, 5e-324])
+def test_values_outside_the_queries_are_not_lipschitz_on_the_whole_space(part):
+    """However small the part of V outside the row space of Q, tokens far along it exceed every constant."""
+    Q = np.array([[1.0, 0.0]])
+    attention = L2Attention(Q, Q, np.array([[1.0, part]]))
+    with pytest.raises(ValueError, match="factor through the queries exactly"):
+        pub.kim2021_l2(attention, n=2)
+    if part > 1e-20:
+        far = 1e3 / part
+        bound = pub.kim2021_l2(L2Attention(Q, Q, [[1.0, 0.0]]), n=2).value
+        assert _local(attention, np.array([[0.3, far], [-0.3, -far]])) > 10.0 * bound
 
 
 def test_dot_product_is_not_lipschitz_on_the_whole_space():
@@ -284,9 +298,9 @@ def test_hypotheses_are_checked():
         (lambda: pub.castin2024_discrete(softmax, radius=1.0, n=0), "n must be at least 1"),
         (lambda: pub.castin2024_discrete(softmax, radius=1.0, n=2, p=1), "p must be 2"),
         (lambda: pub.geshkovski2024_mean_field(softmax, radius=math.nan), "radius"),
-        (lambda: pub.castin2024_discrete_lower(biased, radius=1.0, n=2), "assumes no bias"),
-        (lambda: pub.castin2024_mean_field_lower(biased, radius=1.0), "assumes? no bias"),
-        (lambda: pub.castin2024_large_radius(biased, np.eye(2)), "assumes no bias"),
+        (lambda: pub.castin2024_discrete_lower(biased, radius=1.0, n=2), "assumes no query bias"),
+        (lambda: pub.castin2024_mean_field_lower(biased, radius=1.0), "assumes no query bias"),
+        (lambda: pub.castin2024_large_radius(biased, np.eye(2)), "assumes no query bias"),
         (lambda: pub.kim2021_dot_product(softmax, n=1), "n must be at least 2"),
         (lambda: pub.kim2021_l2(softmax, n=2), "L2Attention"),
         (lambda: pub.kim2021_l2(L2Attention(np.eye(2), 2 * np.eye(2), np.eye(2)), n=2), "tied"),

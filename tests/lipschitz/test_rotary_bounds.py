@@ -63,7 +63,7 @@ def test_growth_and_domains() -> None:
 
 def test_bad_input() -> None:
     a = RotaryAttention(np.eye(2), np.eye(2), np.eye(2))
-    with pytest.raises(ValueError, match="RotaryAttention for this theorem"):
+    with pytest.raises(ValueError, match="attention must be RotaryAttention"):
         rotary_row_bound(SoftmaxAttention(np.eye(2), np.eye(2)), radius=1.0, n=2)
     with pytest.raises(ValueError, match="p must be 2"):
         rotary_row_bound(a, radius=1.0, n=2, p=1)

@@ -109,7 +109,7 @@ def test_bounds_are_labelled() -> None:
     assert estimate.kind == "estimate"
     assert lower.kind == "lower"
     assert estimate.value >= study.best.value >= lower.value > 0
-    assert "estimate" in estimate.source
+    assert "estimate" in estimate.reference
     assert estimate.details["method"] in {"generalised Pareto", "order statistics", "constant tail"}
     assert (lower.n, lower.p, lower.domain) == (5, 2.0, BALL.domain)
     assert stability_ratio(SOFTMAX, *lower.witness).certified_lower == lower.value

@@ -75,7 +75,6 @@ def plane_field(statement: Statement, problem: Mapping[str, Any], common: Mappin
         statement=statement,
         problem=problem,
         multipliers={"s": s},
-        source="field part on a rectangle (own theorem): max over its boundary of |V D v| |A' D v|",
         solver="cells",
         solver_status="closed",
         solver_value=float(np.sqrt((a * b).max())) * product(*problem["units"]),

@@ -201,7 +201,6 @@ def certify(
     *,
     statement: Statement,
     multipliers: Mapping[str, Any],
-    source: str,
     solver: str,
     solver_status: str,
     solver_value: float,
@@ -231,7 +230,6 @@ def certify(
     return Certificate(
         value=value,
         kind="upper",
-        source=source,
         p=statement.p,
         domain=statement.domain,
         n=statement.n,

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
 from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.catalogue import softmax, theorem
 from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.regions import Region
 from otattn.lipschitz.relaxations._heads import check_domain, enclosing_round, softmax_head
@@ -161,7 +162,6 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
         statement=statement,
         problem=problem,
         multipliers={"nu": [nu]},
-        source="column sums (own theorem): min over nu of 1/(4 nu) + max_z nu|Az+c|^2 - <Az+c,z>",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
@@ -234,8 +234,19 @@ def _box(statement: Statement, solver: str | None, max_iter: int | None) -> Cert
         statement=statement,
         problem=problem,
         multipliers={"diagonal": diagonal},
-        source="column sums on a box (own theorem): Shor dual of <Az+c, z'-z>",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
     )
+
+
+@theorem(
+    "column_sums",
+    statement="kappa = max <A x + c, y - x>",
+    hypotheses="softmax without a mask; any domain",
+    applies=softmax(masked=False),
+    quantity="column_exponent",
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: int | None, p: float, effort: str) -> Certificate:
+    return kappa(attention, domain)

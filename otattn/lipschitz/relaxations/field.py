@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import lambda_max_upper, product_error
+from otattn.lipschitz.catalogue import softmax, theorem
 from otattn.lipschitz.relaxations._field_hull import box_field, points_field, unit_pair
 from otattn.lipschitz.relaxations._heads import check_domain, enclosing_round, softmax_head
 from otattn.lipschitz.relaxations._quadratic import EPS, row_span, triangular
@@ -142,7 +143,6 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},
-        source="field part (own theorem): min over s of lambda_max(s E'V'VE + E'AA'E/s)/2",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
@@ -197,3 +197,15 @@ def _balanced_direction(V: Array, K: Array, s: float) -> Array:
 def _slack(error: float) -> float:
     """What an error of the two factors, of norm one, adds to the product of their norms."""
     return 2.0 * error + error**2
+
+
+@theorem(
+    "field_jacobian",
+    statement="sigma = sup ||V C A||, by one multiplier or one a coordinate",
+    hypotheses="softmax, masked or not; any domain, n and p",
+    applies=softmax(),
+    quantity="field",
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: int | None, p: float, effort: str) -> Certificate:
+    return field_jacobian(attention, domain)

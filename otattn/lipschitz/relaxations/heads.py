@@ -127,7 +127,6 @@ def multihead(
         statement=statement,
         problem=problem,
         multipliers={"s": s},
-        source="multi-head (own theorem): min over s of lambda_max(sum_h c_h^2 U_h U_h'/s_h)^(1/2)",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale,

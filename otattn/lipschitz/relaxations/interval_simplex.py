@@ -33,6 +33,7 @@ from otattn import _validate as check
 from otattn._linalg import lambda_max_upper, symmetrize
 from otattn.errors import CertificateError
 from otattn.lipschitz.balls import BallMatrix, proves_psd
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.intervals import lift
 from otattn.lipschitz.relaxations._quadratic import EPS
 from otattn.lipschitz.relaxations._solve import Proposal, cvxpy_solve
@@ -133,7 +134,6 @@ def interval_simplex(
         "interval_simplex",
         statement=statement,
         multipliers={"N": N, "L": L},
-        source="covariance over an interval simplex (own relaxation)",
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=proposal.value * scale**2,
@@ -260,3 +260,20 @@ def threshold_bounds(y: Array, low: Array, high: Array, eta: Array) -> Array:
     gram = np.swapaxes(scaled, -1, -2) @ scaled if d <= k else scaled @ np.swapaxes(scaled, -1, -2)
     top = np.linalg.eigvalsh(gram)[:, -1] * (1.0 + 8.0 * (k + d) * EPS)
     return np.asarray(eta * np.maximum(0.0, 1.0 - low.sum(axis=1) * (1.0 - 4 * k * EPS)) + np.maximum(top, 0.0))
+
+
+def _simplex(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    wanted = "it is about points and bounds of their weights, and no map (relaxations.interval_simplex)"
+    return None if attention is None and isinstance(domain, IntervalSimplex) else wanted
+
+
+@theorem(
+    "interval_simplex",
+    statement="sup lambda_max of a covariance over weights between bounds",
+    hypotheses="points, and bounds of their weights",
+    applies=_simplex,
+    closed=False,
+    quantity="covariance",
+)
+def _best(attention: None, simplex: IntervalSimplex, n: int | None, p: float, effort: str) -> Certificate:
+    return interval_simplex(simplex.points, simplex.lower, simplex.upper)

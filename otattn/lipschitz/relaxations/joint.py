@@ -47,6 +47,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import every, order_two, softmax, theorem, tokens
 from otattn.lipschitz.intervals import is_interval, lift, upper
 from otattn.lipschitz.relaxations._cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.relaxations._options import integer, number, trivial
@@ -321,7 +322,6 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     statement = Statement(attention, region, count, 2.0)
     head = head_of(statement)
     problem = {"head": head, "n": count, "atoms": atoms}
-    source = "otattn/lipschitz/relaxations/joint.py, T8"
     if count == 1 or head.v == 0.0:
         return trivial(statement)
     family = SelfLogit.default(head)
@@ -353,9 +353,19 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
         statement=replace(statement, options={"atoms": atoms, "target": found.value}),
         problem=problem | {"target": found.value},
         multipliers=multipliers,
-        source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
         solver_value=head.v * math.exp(0.5 * found.seen),
         details={"column_sum": rows.T, "sigma": head.trace_sigma, "cells": found.cells},
     )
+
+
+@theorem(
+    "joint",
+    statement="rows and columns together: a program over the two tokens that move most",
+    hypotheses="softmax without a mask; any domain; n tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(), order_two),
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
+    return joint(attention, domain, n, effort=effort)

@@ -27,6 +27,7 @@ from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import every, order_two, single_heads, theorem
 from otattn.lipschitz.containment import NearTokens
 from otattn.lipschitz.relaxations._interval_head import IntervalHead, best_thresholds, interval_head
 from otattn.lipschitz.relaxations._quadratic import EPS, row_span, top_eigenvalue, triangular
@@ -111,7 +112,6 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
         statement=statement,
         problem=problem,
         multipliers=multipliers,
-        source=f"local ball (own theorem), branch: {branch}",
         solver="thresholds",
         solver_status="optimal",
         solver_value=parts[branch],
@@ -251,3 +251,24 @@ def _on_span(heads: list[tuple[Array, Array, Array]], tokens: Array) -> tuple[Ar
         A, V, c, tokens = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis
     stack = np.concatenate(list(np.swapaxes(V, 1, 2)))  # a common isometry of the outputs: rotate onto their span
     return A, np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2), c, tokens
+
+
+def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    odd = next((h for h, _ in single_heads(attention) if not isinstance(h, SoftmaxAttention)), None)
+    if odd is not None:
+        return f"every head must be SoftmaxAttention, received {type(odd).__name__}"
+    if not isinstance(domain, NearTokens):
+        return f"domain must be the tokens near given ones (relaxations.local_ball), received {domain!r}"
+    return None if n == len(domain.points) else f"n must be {len(domain.points)}, the number of tokens, received {n}"
+
+
+@theorem(
+    "local_ball",
+    statement="intervals of the attention weights when every token moves by at most rho",
+    hypotheses="softmax heads, one or several, masked or not; the balls around given tokens; p = 2",
+    applies=every(order_two, _near_tokens),
+    closed=False,
+    rigorous=False,
+)
+def _best(attention: Any, near: NearTokens, n: int, p: float, effort: str) -> Certificate:
+    return local_ball(attention, near.points, near.radius)

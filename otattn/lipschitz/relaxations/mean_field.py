@@ -63,14 +63,14 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from otattn import _validate as check
-from otattn._linalg import mid, norm_upper
-from otattn.lipschitz.balls import BallMatrix, proves_psd
+from otattn._linalg import norm_upper
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import any_measure, every, softmax, theorem
 from otattn.lipschitz.intervals import is_interval, lift, upper, xlogy
 from otattn.lipschitz.relaxations._cells import CellBound, Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.relaxations._options import number, trivial
 from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function, multiplier, problem_function
-from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, head_of
+from otattn.lipschitz.relaxations.regions import SelfLogit, UnitHead, head_of, least_stretch, psd_defect
 from otattn.lipschitz.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.measures.domains import Ball, Domain
 
@@ -218,36 +218,6 @@ def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
     return family.join(SelfLogit.build(head, np.array([nu]), np.array([gap])))
 
 
-def least_stretch(head: UnitHead) -> float:
-    """A number at or below the least singular value of A."""
-    A, a = mid(head.A), top(head.a)
-    s = float(np.linalg.svd(A, compute_uv=False)[-1])
-    for margin in (16.0, 1e3, 1e5):
-        low = max(0.0, s - margin * len(A) * 2.3e-16 * a - head.noise)
-        if not head.exact or low == 0.0:
-            return low
-        if proves_psd(head.A.T @ head.A - BallMatrix.exact(np.eye(len(A))) * (lift(low) * lift(low))):
-            return low
-    return 0.0
-
-
-def psd_defect(head: UnitHead) -> float:
-    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 and ``psd`` do not apply then)."""
-    A, a = mid(head.A), top(head.a)
-    skew = top(norm_upper(head.A - head.A.T)) / 2
-    if a == 0.0 or skew > 1e-10 * a:
-        return math.inf
-    low = float(np.linalg.eigvalsh(0.5 * (A + A.T))[0])
-    for margin in (16.0, 1e3, 1e5):
-        below = max(0.0, -low) + margin * len(A) * 2.3e-16 * a
-        defect = (skew + below + head.noise) * (1.0 + 1e-12)
-        if defect > 1e-10 * a:
-            break
-        if not head.exact or proves_psd(0.5 * (head.A + head.A.T) + BallMatrix.exact(below * np.eye(len(A)))):
-            return defect
-    return math.inf
-
-
 def _factor(head: UnitHead, p: float) -> Any:
     """``log sup w`` without the divergence: the closed form's (T6, T10)."""
     s1, s2 = _orders(p)
@@ -359,8 +329,7 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
     -------
     Certificate
         Its multipliers are those of the theorem that wins: M3 (``nu``, ``gap``) or M4 (``h``).
-        ``details["log_value"]`` is the logarithm of the bound; when the bound exceeds the largest float the result is a
-        plain :class:`Bound` of value inf.
+        When the bound exceeds the largest float the result is a plain :class:`Bound` of value inf with its ``log_value``.
 
     Examples
     --------
@@ -396,18 +365,35 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
         if gained < 0.2 * tol:
             break
     log_value = float(_log_bound(head, order, best.log_sum))
-    details = {"log_value": log_value, "theorem": best.name, "kappa": head.kappa, "sigma": head.sigma}
-    source = f"otattn/lipschitz/relaxations/mean_field.py, {best.name}"
+    details = {"branch": best.name, "kappa": head.kappa, "sigma": head.sigma}
     if log_value > 709.0:
-        domain = statement.domain
-        return Bound(math.inf, "upper", source, p=order, domain=domain, details=details, attention=attention)
+        return Bound(
+            math.inf,
+            "upper",
+            p=order,
+            domain=statement.domain,
+            details=details,
+            attention=attention,
+            theorem="mean_field",
+            log_value=log_value,
+        )
     return certify(
         "mean_field",
         statement=replace(statement, options={"branch": best.name, "target": best.log_sum}),
         multipliers={key: multipliers[key] for key in USED.get(best.name, ())},
-        source=source,
         solver="branch and bound",
         solver_status="closed",
         solver_value=safe_exp(log_value),
         details=details,
     )
+
+
+@theorem(
+    "mean_field",
+    statement="sigma + N_p T^{1/p}, T by entropy and barycentres",
+    hypotheses="softmax without a mask; any domain and p; any measure",
+    applies=every(softmax(masked=False), any_measure),
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: None, p: float, effort: str) -> Bound:
+    return mean_field(attention, domain, p=p, effort=effort)

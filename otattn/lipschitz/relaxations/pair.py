@@ -41,6 +41,7 @@ from scipy.optimize import minimize
 from otattn._linalg import column_of, lambda_max_upper, norm_upper
 from otattn.lipschitz.balls import BallMatrix
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import every, order_two, softmax, theorem
 from otattn.lipschitz.intervals import lift, upper
 from otattn.lipschitz.relaxations._cells import CellBound, Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.relaxations._options import number, trivial
@@ -237,7 +238,6 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), 2, 2.0)
     head = head_of(statement)
-    source = "otattn/lipschitz/relaxations/pair.py, two tokens"
     if head.v == 0.0:
         return trivial(statement)
     deep = effort == "deep"
@@ -278,9 +278,23 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
         statement=replace(statement, options={"target": target}),
         problem={"head": head, "target": target},
         multipliers={"nu": family.nu, "tau": family.tau, "w": family.w},
-        source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
         solver_value=float(_bound(max(found.seen, -600.0), head, forms.unit)),
         details={"cells": found.cells, "members": len(members)},
     )
+
+
+def _two_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return None if n == 2 else f"n must be 2, received {n}"
+
+
+@theorem(
+    "pair",
+    statement="quadratic forms of two tokens under quadratic constraints",
+    hypotheses="softmax without a mask; any domain; two tokens; p = 2",
+    applies=every(softmax(masked=False), _two_tokens, order_two),
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
+    return pair(attention, domain, effort=effort)

@@ -79,14 +79,14 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._linalg import mid, norm_upper
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import every, order_two, softmax, theorem, tokens
 from otattn.lipschitz.intervals import lift, lower, upper
 from otattn.lipschitz.relaxations._cells import CellBound, Maximum, maximise, proved_below
 from otattn.lipschitz.relaxations._options import number, trivial
 from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.relaxations._psd_search import Plan, add_rows, choose, refine
 from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function, multiplier, problem_function
-from otattn.lipschitz.relaxations.mean_field import least_stretch, psd_defect
-from otattn.lipschitz.relaxations.regions import UnitHead, head_of
+from otattn.lipschitz.relaxations.regions import UnitHead, head_of, least_stretch, psd_defect, unit_head
 from otattn.lipschitz.rounding import least, product, top
 from otattn.measures.domains import Ball, Domain
 
@@ -196,27 +196,36 @@ def _field_share(head: UnitHead) -> Any:
     return least(head.a, product(head.trace_sigma / head.v, 1 + 1e-14))
 
 
-def _hypotheses(head: UnitHead) -> tuple[Any, float]:
-    """``a`` over the least eigenvalue, and the distance of A to the PSD matrices, both outward."""
+def _fails(head: UnitHead) -> str | None:
+    """Why the head is none of this theorem."""
+    if top(head.v) == 0.0:
+        return None
     if not head.centred:
-        raise ValueError(
-            "psd needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
-            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre); use relaxations.joint, "
-            "or a centred domain that contains yours."
+        return (
+            "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
+            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
         )
     if top(head.a) > _LARGEST:
-        raise ValueError(
-            f"||A|| R^2 must be at most {_LARGEST:g} for psd, received {top(head.a):g}; use relaxations.joint, which is sharper "
-            "there."
-        )
-    defect = psd_defect(head)
-    if not math.isfinite(defect):
+        return f"||A|| R^2 must be at most {_LARGEST:g}, received {top(head.a):g}"
+    if not math.isfinite(psd_defect(head)):
         A = mid(head.A)
-        raise ValueError(
-            "the form A must be symmetric positive semidefinite for psd, received a skew part of norm "
-            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2); "
-            "use relaxations.joint for other forms."
+        return (
+            "the form A must be symmetric positive semidefinite, received a skew part of norm "
+            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2)"
         )
+    return None
+
+
+def _semidefinite(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return _fails(unit_head(attention, domain))
+
+
+def _hypotheses(head: UnitHead) -> tuple[Any, float]:
+    """``a`` over the least eigenvalue, and the distance of A to the PSD matrices, both outward."""
+    why = _fails(head)
+    if why is not None:
+        raise ValueError(f"psd does not apply: {why}; use relaxations.joint, which has no such hypothesis.")
+    defect = psd_defect(head)
     # singular values of A are within the defect of those of the PSD matrix
     low = (least_stretch(head) - defect) * (1 - 1e-12)
     return (head.a / low if low > 1e-12 * top(head.a) else math.inf), defect
@@ -267,7 +276,6 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
     count = check.count(n, "n", least=2)
     statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), count, 2.0)
     head = head_of(statement)
-    source = "otattn/lipschitz/relaxations/psd.py, T19"
     if head.v == 0.0 or (head.a == 0.0 and head.centred):
         # A = 0: the mean of the tokens, n times over
         return trivial(statement)
@@ -291,7 +299,6 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
             "sigma": sought.sigma,
             "xi": sought.xi,
         },
-        source=source,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
         solver_value=float(_bound(found.seen, head, count, 0.0)),
@@ -315,3 +322,14 @@ def _polish(plan: Plan, *, rounds: int, tol: float, max_cells: int) -> tuple[Pla
             break
         plan, found = trial, better
     return plan, found
+
+
+@theorem(
+    "psd",
+    statement="small forms, where a row still sees its own token: a program over one row",
+    hypotheses="softmax without a mask and without a bias, A symmetric PSD; domain centred at 0; n >= 2 tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(least=2), order_two, _semidefinite),
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
+    return psd(attention, domain, n=n, effort=effort)

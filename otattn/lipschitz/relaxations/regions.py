@@ -46,7 +46,16 @@ from otattn.lipschitz.rounding import least, product, top, up
 from otattn.lipschitz.setting import softmax_form
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["SelfLogit", "UnitHead", "entropy_gap", "head_of", "spread_region", "unit_head"]
+__all__ = [
+    "SelfLogit",
+    "UnitHead",
+    "entropy_gap",
+    "head_of",
+    "least_stretch",
+    "psd_defect",
+    "spread_region",
+    "unit_head",
+]
 
 Array = NDArray[np.float64]
 
@@ -303,3 +312,33 @@ def spread_region(head: UnitHead, n: int, family: SelfLogit, edges: Array) -> tu
     above = np.maximum.accumulate(spread[::-1])[::-1]
     front = np.append(spread[:-1] > above[1:], True)
     return gamma[front], spread[front]
+
+
+def least_stretch(head: UnitHead) -> float:
+    """A number at or below the least singular value of A."""
+    A, a = mid(head.A), top(head.a)
+    s = float(np.linalg.svd(A, compute_uv=False)[-1])
+    for margin in (16.0, 1e3, 1e5):
+        low = max(0.0, s - margin * len(A) * 2.3e-16 * a - head.noise)
+        if not head.exact or low == 0.0:
+            return low
+        if proves_psd(head.A.T @ head.A - BallMatrix.exact(np.eye(len(A))) * (lift(low) * lift(low))):
+            return low
+    return 0.0
+
+
+def psd_defect(head: UnitHead) -> float:
+    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 and ``psd`` do not apply then)."""
+    A, a = mid(head.A), top(head.a)
+    skew = top(norm_upper(head.A - head.A.T)) / 2
+    if a == 0.0 or skew > 1e-10 * a:
+        return math.inf
+    low = float(np.linalg.eigvalsh(0.5 * (A + A.T))[0])
+    for margin in (16.0, 1e3, 1e5):
+        below = max(0.0, -low) + margin * len(A) * 2.3e-16 * a
+        defect = (skew + below + head.noise) * (1.0 + 1e-12)
+        if defect > 1e-10 * a:
+            break
+        if not head.exact or proves_psd(0.5 * (head.A + head.A.T) + BallMatrix.exact(below * np.eye(len(A)))):
+            return defect
+    return math.inf

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm
 from otattn.lipschitz.balls import BallMatrix
+from otattn.lipschitz.catalogue import every, softmax, theorem, tokens
 from otattn.lipschitz.intervals import is_interval, lift
 from otattn.lipschitz.regions import Region, see
 from otattn.lipschitz.relaxations._heads import check_domain, enclosing_round, softmax_head
@@ -177,10 +178,6 @@ def _certificate(
         statement=statement,
         problem=problem,
         multipliers={"nu": [nu], "diagonal": diagonal} if problem["box"] else {"nu": [nu]},
-        source={
-            "self_entropy": "self-token entropy (own theorem): sup of ||E||^2|g|^2 - ((<h,z> - tau)_+)^2",
-            "row_constant": "row constant (own theorems): min(phi, sqrt(1 + W), 1 + sqrt(W/2))",
-        }[name],
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=value if name == "self_entropy" else float("nan"),
@@ -257,3 +254,27 @@ def _sdp(problem: Mapping[str, Any], solver: str, max_iter: int | None) -> tuple
     proposal = cvxpy_solve(cp.Problem(cp.Minimize(objective), [constraint]), solver, max_iter)
     # the solver may leave the sign of nu to rounding
     return max(0.0, scalar_value(nu)), np.broadcast_to(np.asarray(diagonal.value), k).astype(float), proposal
+
+
+@theorem(
+    "self_entropy",
+    statement="sup |g|^2 lambda_max(C) by the entropy of a row that sees its own token",
+    hypotheses="softmax, masked or not; any domain; n tokens",
+    applies=every(softmax(), tokens()),
+    quantity="self_entropy",
+    closed=False,
+)
+def _entropy(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Certificate:
+    return self_entropy(attention, domain, n)
+
+
+@theorem(
+    "row_constant",
+    statement="min(phi, sqrt(1 + W), 1 + sqrt(W / 2)) of one row",
+    hypotheses="softmax, masked or not; any domain; n tokens",
+    applies=every(softmax(), tokens()),
+    quantity="row",
+    closed=False,
+)
+def _row(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Certificate:
+    return row_constant(attention, domain, n)

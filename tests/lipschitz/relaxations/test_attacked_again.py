@@ -15,9 +15,9 @@ from otattn.lipschitz.lower import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import field_jacobian
 from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.relaxations.joint import _rows, _Search, joint
-from otattn.lipschitz.relaxations.mean_field import _Barycentre, _m4_bound, least_stretch, mean_field
+from otattn.lipschitz.relaxations.mean_field import _Barycentre, _m4_bound, mean_field
 from otattn.lipschitz.relaxations.psd import _OwnTerm, psd
-from otattn.lipschitz.relaxations.regions import SelfLogit, unit_head
+from otattn.lipschitz.relaxations.regions import SelfLogit, least_stretch, unit_head
 from otattn.lipschitz.rotary_bounds import rotary_row_bound
 from otattn.measures import Ball, Box
 

@@ -169,9 +169,9 @@ def test_dual_functions_have_one_name_each_and_must_prove_something_finite(monke
     dual_function(name)(lambda problem, multipliers: float("inf"))
     nothing, told = (
         Statement(None, None, None, 2.0),
-        {"source": "", "solver": "", "solver_status": "", "solver_value": 0.0},
+        {"solver": "", "solver_status": "", "solver_value": 0.0},
     )
     with pytest.raises(CertificateError, match="no finite bound"):
         certify(name, statement=nothing, problem={}, multipliers={}, **told)
     with pytest.raises(CertificateError, match="no dual function"):
-        Certificate(value=1.0, kind="upper", source="").proved_value()
+        Certificate(value=1.0, kind="upper").proved_value()
