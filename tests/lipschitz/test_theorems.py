@@ -718,7 +718,7 @@ def test_hypotheses_are_checked():
         (lambda: bounds.l2_column_bound(MaskedAttention(l2), radius=1.0), "without a mask"),
         (lambda: bounds.pointwise_bound(softmax, radius=1.0), "sigmoid, ReLU, linear or exponential"),
         (lambda: bounds.multi_head_bound(SinkhornAttention(np.eye(2), np.eye(2)), radius=1.0), "Sinkhorn"),
-        (lambda: bounds.multi_head_bound(masked, radius=1.0, p=1), "give n"),
+        (lambda: bounds.multi_head_bound(MaskedAttention(MultiHeadAttention([softmax])), radius=1.0, p=1), "give n"),
         (lambda: bounds.local_upper_bound(SinkhornAttention(np.eye(2), np.eye(2)), np.eye(2)), "Sinkhorn"),
         (lambda: bounds.field_bound(l2, radius=1.0), "SoftmaxAttention"),
     ]

@@ -160,7 +160,9 @@ def one_file(name: str, seed: int) -> str:
             with np.errstate(all="ignore"):
                 form.judge(folder, value)
         except Exception as exc:
-            raise Fault(f"{name} {seed}: another value than {file.name} says: {type(exc).__name__}: {str(exc)[:300]!r}") from exc
+            raise Fault(
+                f"{name} {seed}: another value than {file.name} says: {type(exc).__name__}: {str(exc)[:300]!r}"
+            ) from exc
         return "value"
 
 
