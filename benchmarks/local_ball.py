@@ -13,10 +13,10 @@ import time
 import numpy as np
 
 import otattn as oa
-from otattn.lipschitz.clusters import Configuration
 from otattn.lipschitz.comparison import reduced_head
-from otattn.lipschitz.forms import forms_of
-from otattn.lipschitz.setting import softmax_form
+from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.lower.clusters import Configuration
+from otattn.lipschitz.lower.forms import forms_of
 from otattn.plotting.style import COLORS, axes, save
 
 RESULTS = pathlib.Path(__file__).parent / "results"

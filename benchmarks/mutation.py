@@ -99,9 +99,13 @@ GROUPS = (
 KNOWN = (
     ("otattn/distances/transport.py", "8 * _EPS * float(mass @", "0 * _EPS * float(mass @"),
     ("otattn/stability/study.py", "RESOLUTION = 1e-12", "RESOLUTION = 1e-3"),
-    ("otattn/lipschitz/regions.py", "up(np.sqrt(domain.dim)) * r", "1.0 * r"),
-    ("otattn/lipschitz/regions.py", "shift = self.form.A @ self._center", "shift = -(self.form.A @ self._center)"),
-    ("otattn/lipschitz/regions.py", "up(0.5 * _pair_lengths", "up(0.25 * _pair_lengths"),
+    ("otattn/lipschitz/constants/regions.py", "up(np.sqrt(domain.dim)) * r", "1.0 * r"),
+    (
+        "otattn/lipschitz/constants/regions.py",
+        "shift = self.form.A @ self._center",
+        "shift = -(self.form.A @ self._center)",
+    ),
+    ("otattn/lipschitz/constants/regions.py", "up(0.5 * _pair_lengths", "up(0.25 * _pair_lengths"),
 )
 
 

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from otattn.data import load_excerpt
-from otattn.lipschitz.growth import Exponent
+from otattn.lipschitz.local.growth import Exponent
 from otattn.models import Transformer, bert, llama, load_tokenizer, locate, text_windows
 from otattn.plotting.style import COLORS
 from otattn.stability.layers import LayerMeasurements, measure_layers

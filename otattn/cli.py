@@ -215,7 +215,7 @@ def _stability(options: argparse.Namespace) -> None:
 
 
 def _local(options: argparse.Namespace) -> None:
-    from otattn.lipschitz.growth import local_growth
+    from otattn.lipschitz.local.growth import local_growth
 
     layer = _layer(options)
     length = layer.hidden_states.shape[1]

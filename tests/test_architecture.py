@@ -65,6 +65,71 @@ def test_imports_point_downwards(path: pathlib.Path) -> None:
         assert other == own or FLOORS[other] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {other}"
 
 
+# the rooms of lipschitz, each on its floor: what carries a number's error, what is stated, the constants of the theory, the
+# bounds, and what puts them side by side
+STORIES = {
+    "arithmetic": 0,
+    "catalogue": 1,
+    "containment": 1,
+    "bound": 1,
+    "certificate": 1,
+    "papers": 1,
+    "constants": 2,
+    "local": 3,
+    "upper": 3,
+    "lower": 3,
+    "table": 4,
+    "upper_bound": 4,
+    "enclosure": 4,
+    "comparison": 4,
+    "bounds": 4,
+    "relaxations": 4,
+}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "lipschitz").rglob("*.py")), ids=lambda p: p.stem)
+def test_lipschitz_has_five_floors(path: pathlib.Path) -> None:
+    parts = path.relative_to(PACKAGE / "lipschitz").with_suffix("").parts
+    if parts == ("__init__",):
+        return
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:  # an import inside a function makes no circle
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("otattn.lipschitz"):
+            continue
+        names = (
+            [f"{node.module}.{alias.name}" for alias in node.names]
+            if node.module == "otattn.lipschitz"
+            else [node.module]
+        )
+        for name in names:
+            other = name.split(".")[2]
+            assert other == parts[0] or STORIES[other] <= STORIES[parts[0]], f"{parts[0]} imports {other}"
+            both = {other, parts[0]}
+            assert other == parts[0] or not both <= {"local", "upper", "lower"}, f"{parts[0]} imports {other}"
+
+
+def test_folders_are_small() -> None:
+    folders = {path.parent for path in MODULES}
+    sizes = {str(f.relative_to(PACKAGE)): len(list(f.glob("*.py"))) for f in folders}
+    assert {name for name, size in sizes.items() if size > 22} == set()
+
+
+def test_imports_make_no_circle() -> None:
+    """Modules that import each other when they are read, directly or through others."""
+    edges: dict[str, set[str]] = {}
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
+    for name, path in names.items():
+        edges[name] = set()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("otattn"):
+                for alias in node.names:
+                    target = f"{node.module}.{alias.name}"
+                    edges[name].add(target if target in names else str(node.module))
+    edges = {name: {t for t in found if t in names and t != name} for name, found in edges.items()}
+    while leaves := {name for name, found in edges.items() if not found}:
+        edges = {name: found - leaves for name, found in edges.items() if name not in leaves}
+    assert edges == {}
+
+
 def test_the_direction_check_can_fail(tmp_path: pathlib.Path) -> None:
     wrong = tmp_path / "x.py"
     wrong.write_text("from otattn.lipschitz import Bound\nimport otattn\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from otattn.attention import AttentionMap
 from otattn.distances import bures_wasserstein, wasserstein
 from otattn.dynamics.flow import flow
 from otattn.dynamics.gaussian_flow import gaussian_flow
-from otattn.lipschitz.growth import Exponent, fit_exponent
+from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.measures import DiscreteMeasure, GaussianMeasure
 
 __all__ = ["MeanFieldLimit", "mean_field_limit"]

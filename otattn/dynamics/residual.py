@@ -15,7 +15,7 @@ from otattn import _validate as check
 from otattn.dynamics.flow import check_span, flow
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at
-from otattn.lipschitz.growth import Exponent, fit_exponent
+from otattn.lipschitz.local.growth import Exponent, fit_exponent
 
 __all__ = ["DepthConvergence", "depth_convergence", "residual_steps"]
 

@@ -13,8 +13,8 @@ from otattn._linalg import psd_eigh, symmetrize
 from otattn.attention import AttentionMap
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, probed_asymmetry
-from otattn.lipschitz.gaussian_constant import affine_derivative
-from otattn.lipschitz.setting import check_sizes
+from otattn.lipschitz.constants.setting import check_sizes
+from otattn.lipschitz.local.gaussian import affine_derivative
 from otattn.measures.gaussian import check_covariance
 
 __all__ = ["bures_closedness", "covariance_tangent"]

@@ -18,7 +18,7 @@ from otattn.gradient_flow.known import known_gaussian_structure, known_structure
 from otattn.gradient_flow.mobility import mobility_defect
 from otattn.gradient_flow.report import GradientFlowReport, verdict_of, worst
 from otattn.gradient_flow.twisted import twisted_field
-from otattn.lipschitz.setting import check_sizes
+from otattn.lipschitz.constants.setting import check_sizes
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["check_gradient_flow"]

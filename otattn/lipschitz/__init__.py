@@ -13,40 +13,40 @@ Lipschitz constant. For softmax attention with logits ``<g(x), y>``, ``g(x) = A 
 
 with the mean ``m_x`` and covariance ``C_x`` of the attention weights ``P_x``.
 
-**At one measure** (:mod:`~otattn.lipschitz.local`): the particle part is ``||W^{1/2} J W^{-1/2}||``, the splitting part
+**At one measure** (:mod:`~otattn.lipschitz.local.value`): the particle part is ``||W^{1/2} J W^{-1/2}||``, the splitting part
 ``max_i ||D_x Gamma_mu(x_i)||`` counts atoms that fall apart, the far-mass part masses that may go anywhere. Orders 1 and
-inf are in :mod:`~otattn.lipschitz.mixed_norms`; a proven value in one pass in :mod:`~otattn.lipschitz.local_upper`.
+inf are in :mod:`~otattn.lipschitz.local.mixed_norms`; a proven value in one pass in :mod:`~otattn.lipschitz.local.at_measure`.
 
-**From below** (:mod:`~otattn.lipschitz.lower`): n tokens in c distinct places have a ``(c d) x (c d)`` problem
-(:mod:`~otattn.lipschitz.clusters`), so n may be a million. Witnesses: a cluster and two anchors across its gradient, with
-the leading constant ``c* R^2 sqrt(n)`` (:mod:`~otattn.lipschitz.witnesses`); three atoms with the growth ``e^{kappa/2}``
-(:mod:`~otattn.lipschitz.mean_field_witnesses`); then ascent. Every value is recomputed from the map's Jacobian.
+**From below** (:mod:`~otattn.lipschitz.lower.best`): n tokens in c distinct places have a ``(c d) x (c d)`` problem
+(:mod:`~otattn.lipschitz.lower.clusters`), so n may be a million. Witnesses: a cluster and two anchors across its gradient, with
+the leading constant ``c* R^2 sqrt(n)`` (:mod:`~otattn.lipschitz.lower.witnesses`); three atoms with the growth ``e^{kappa/2}``
+(:mod:`~otattn.lipschitz.lower.mean_field_witnesses`); then ascent. Every value is recomputed from the map's Jacobian.
 
 **From above**, for softmax attention, ``a = ||A|| R^2``, ``v = ||V||``, ``sigma = sup ||V C A||``:
 
 ====================  =====================================================  =========================================
 statement             bound of the constant                                  proof
 ====================  =====================================================  =========================================
-field part            ``sigma``, exact on balls and ellipsoids               :mod:`~otattn.lipschitz.relaxations.field`
-row bound             about ``v a sqrt(n/2)``, every n                       :mod:`~otattn.lipschitz.theorems`
-column bound          ``v (a + e^{kappa/2} sqrt(1 + a^2))``, any measure     :mod:`~otattn.lipschitz.theorems`
-density bound         the same with ``kappa = 2a`` sharpened                 :mod:`~otattn.lipschitz.theorems`
-W_inf                 ``v (a + sqrt(1 + a^2))``, neither n nor exponential   :mod:`~otattn.lipschitz.theorems`
-rows and columns      a joint program over the two tokens that move most     :mod:`~otattn.lipschitz.relaxations.joint`
-mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.relaxations.mean_field`
-PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.relaxations.psd`
-two tokens            quadratic forms under quadratic constraints            :mod:`~otattn.lipschitz.relaxations.pair`
-masked                conditional W_p                                        :mod:`~otattn.lipschitz.masked_bounds`
-L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.l2_bounds`
-unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.pointwise_bounds`
-several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.head_bounds`
-near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.relaxations.local_ball`
-Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.gaussian_constant`
+field part            ``sigma``, exact on balls and ellipsoids               :mod:`~otattn.lipschitz.constants.field`
+row bound             about ``v a sqrt(n/2)``, every n                       :mod:`~otattn.lipschitz.upper.softmax`
+column bound          ``v (a + e^{kappa/2} sqrt(1 + a^2))``, any measure     :mod:`~otattn.lipschitz.upper.softmax`
+density bound         the same with ``kappa = 2a`` sharpened                 :mod:`~otattn.lipschitz.upper.softmax`
+W_inf                 ``v (a + sqrt(1 + a^2))``, neither n nor exponential   :mod:`~otattn.lipschitz.upper.softmax`
+rows and columns      a joint program over the two tokens that move most     :mod:`~otattn.lipschitz.upper.rows_and_columns`
+mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.upper.mean_field`
+PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.upper.psd`
+two tokens            quadratic forms under quadratic constraints            :mod:`~otattn.lipschitz.upper.two_tokens`
+masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`
+L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`
+unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.upper.unnormalised`
+several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.several_heads`
+near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
+Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  =========================================
 
 ``kappa = max <g(x), y - x>`` is ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I`` and ``a`` for a skew A. The baselines
 (Castin, Ablin, Peyre 2024; Geshkovski et al. 2023; Kim, Papamakarios, Mnih 2021) are in
-:mod:`~otattn.lipschitz.published`; some of theirs that we could not confirm as quoted are restated there with a proof.
+:mod:`~otattn.lipschitz.upper.published`; some of theirs that we could not confirm as quoted are restated there with a proof.
 What they print and what holds, with counterexamples of two lines: :mod:`~otattn.lipschitz.papers`.
 
 **Trust.** An upper bound carries its statement: the map, the domain, n, p, and which quantity it bounds. Whoever uses it
@@ -58,10 +58,10 @@ is used, and cells are bounded at their corners, never sampled.
 What is proved: ``verify()`` computes in float64, with margins for rounding that are derived for each step but rest on LAPACK's
 backward errors. ``verify(rigorous=True)`` (extra ``proof``) runs the same formulas on balls and intervals: the value bounds
 the constant of the map whose entries are the given floats, taken as exact numbers. Matrices are products of balls of 192 bits
-(:mod:`~otattn.lipschitz.balls`), an eigenvalue is confirmed by a factorisation whose residual is enclosed, scalars and cells
-are intervals that every operation rounds outward (:mod:`~otattn.lipschitz.intervals`; they trust numpy's exponentials to be
-right within 4 units in the last place). It is offered for every theorem but three, which say so: the ball around given tokens,
-the bound at one measure, and the published bound of L2 attention on all of R^d.
+(:mod:`~otattn.lipschitz.arithmetic.balls`), an eigenvalue is confirmed by a factorisation whose residual is enclosed,
+scalars and cells are intervals that every operation rounds outward (:mod:`~otattn.lipschitz.arithmetic.intervals`; they trust
+numpy's exponentials to be right within 4 units in the last place). It is offered for every theorem but three, which say so:
+the ball around given tokens, the bound at one measure, and the published bound of L2 attention on all of R^d.
 """
 
 from otattn.lipschitz import bounds, relaxations
@@ -69,12 +69,12 @@ from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.catalogue import Catalogue, theorems
 from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adversarial
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
-from otattn.lipschitz.gaussian_constant import gaussian_local_constant
-from otattn.lipschitz.growth import Exponent, LocalGrowth, fit_exponent, local_growth
-from otattn.lipschitz.local import LocalLipschitz, local_lipschitz
-from otattn.lipschitz.local_upper import local_upper_bound
-from otattn.lipschitz.lower import adversarial_tokens, lipschitz_lower_bound
-from otattn.lipschitz.upper import lipschitz_upper_bound
+from otattn.lipschitz.local.at_measure import local_upper_bound
+from otattn.lipschitz.local.gaussian import gaussian_local_constant
+from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
+from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
+from otattn.lipschitz.lower.best import adversarial_tokens, lipschitz_lower_bound
+from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 
 __all__ = [
     "Bound",

@@ -15,10 +15,10 @@ from numpy.linalg import LinAlgError
 from otattn import _validate as check
 from otattn._tabular import html_table
 from otattn.errors import CertificateError
-from otattn.lipschitz.balls import exact_arithmetic
+from otattn.lipschitz.arithmetic.balls import exact_arithmetic
+from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
 from otattn.lipschitz.catalogue import THEOREMS, Quantity
 from otattn.lipschitz.containment import domain_contains
-from otattn.lipschitz.rounding import ROUNDING, log
 
 __all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "same_map", "stated"]
 

@@ -1,26 +1,26 @@
 """The closed-form bounds, published and ours, one function a theorem; exposed as ``otattn.bounds``."""
 
-from otattn.lipschitz.head_bounds import multi_head_bound
-from otattn.lipschitz.l2_bounds import l2_column_bound, l2_row_bound
-from otattn.lipschitz.local_upper import local_upper_bound
-from otattn.lipschitz.masked_bounds import masked_average_bound, masked_column_bound, masked_row_bound
-from otattn.lipschitz.pointwise_bounds import pointwise_bound
-from otattn.lipschitz.published import (
+from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_constant
+from otattn.lipschitz.local.at_measure import local_upper_bound
+from otattn.lipschitz.lower.published import (
+    castin2024_discrete_lower,
+    castin2024_large_radius,
+    castin2024_mean_field_lower,
+)
+from otattn.lipschitz.table import Crossover, crossover, table
+from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
+from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
+from otattn.lipschitz.upper.published import (
     castin2024_discrete,
     castin2024_masked,
     geshkovski2024_mean_field,
     kim2021_dot_product,
     kim2021_l2,
 )
-from otattn.lipschitz.published_lower import (
-    castin2024_discrete_lower,
-    castin2024_large_radius,
-    castin2024_mean_field_lower,
-)
-from otattn.lipschitz.rotary_bounds import rotary_row_bound
-from otattn.lipschitz.row_constants import density_constant, hoelder_constant, row_constant
-from otattn.lipschitz.table import Crossover, crossover, table
-from otattn.lipschitz.theorems import column_bound, column_sum, density_bound, field_bound, row_bound
+from otattn.lipschitz.upper.rotary import rotary_row_bound
+from otattn.lipschitz.upper.several_heads import multi_head_bound
+from otattn.lipschitz.upper.softmax import column_bound, column_sum, density_bound, field_bound, row_bound
+from otattn.lipschitz.upper.unnormalised import pointwise_bound
 
 __all__ = [
     "Crossover",

@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 from otattn import _validate as check
 from otattn._tabular import Tabular
 from otattn.attention import SoftmaxAttention
-from otattn.lipschitz.growth import Exponent, LocalGrowth, fit_exponent, local_growth
-from otattn.lipschitz.local import local_lipschitz
-from otattn.lipschitz.lower import Method, adversarial_tokens
-from otattn.lipschitz.setting import softmax_form
+from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
+from otattn.lipschitz.local.value import local_lipschitz
+from otattn.lipschitz.lower.best import Method, adversarial_tokens
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["RealAgainstAdversarial", "adversarial_head_tokens", "real_against_adversarial", "reduced_head"]

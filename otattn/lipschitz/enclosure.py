@@ -11,10 +11,10 @@ import numpy as np
 
 from otattn._tabular import Tabular
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
-from otattn.lipschitz import published
 from otattn.lipschitz.bound import Bound, Enclosure
-from otattn.lipschitz.lower import lipschitz_lower_bound
-from otattn.lipschitz.upper import Effort, lipschitz_upper_bound
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
+from otattn.lipschitz.upper import published
+from otattn.lipschitz.upper_bound import Effort, lipschitz_upper_bound
 from otattn.measures import Domain
 
 __all__ = ["EnclosureTable", "enclose_lipschitz", "enclosure_table", "published_upper"]

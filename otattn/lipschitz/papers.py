@@ -17,7 +17,7 @@ mean square of ``|x_i - y_i|``).
 1.127
 
 *Holds.* ``sigma + v inf_r N_r (2E / (2-r))^{1/r}``, ``E = e^{2t}``, r in [1, 2), for every measure
-(:func:`~otattn.lipschitz.masked_bounds.masked_average_bound`). For A = 0 it is ``2 v``, Hardy's constant, and no less
+(:func:`~otattn.lipschitz.upper.masked.masked_average_bound`). For A = 0 it is ``2 v``, Hardy's constant, and no less
 will do. *Proof.* Let ``y_i`` be the mean of ``x_1 .. x_i``, so ``x_i = i y_i - (i-1) y_{i-1}``. Then ``y_i^2 - 2 x_i y_i =
 (1 - 2i) y_i^2 + 2 (i-1) y_i y_{i-1} <= (i-1) y_{i-1}^2 - i y_i^2``, and the sum over i is at most 0: ``|y|^2 <= 2 <x, y>
 <= 2 |x| |y|``. Conversely ``x_i = i^{-1/2}`` has ``y_i >= 2 (sqrt(i+1) - 1) / i >= 2 i^{-1/2} - 2/i``, so ``|y|^2 / |x|^2
@@ -36,8 +36,8 @@ too, and ``W_2`` is ``h / sqrt(n)``. Printed: at most 9.
 >>> y = 3.0 - 6.0 * (np.arange(100) == 0); round(float(image(y + 0.001 * (y < 0)) - image(y)) / (0.001 / 100**0.5), 3)
 10.0
 
-*Holds.* ``c_2 <= min(sqrt(n) phi(t), Psi_n(t))``, with :func:`~otattn.lipschitz.row_constants.row_constant` and
-:func:`~otattn.lipschitz.row_constants.density_constant` (proofs there). So the law is ``R^2 sqrt(n/2)``: with two atoms at
+*Holds.* ``c_2 <= min(sqrt(n) phi(t), Psi_n(t))``, with :func:`~otattn.lipschitz.constants.rows.row_constant` and
+:func:`~otattn.lipschitz.constants.rows.density_constant` (proofs there). So the law is ``R^2 sqrt(n/2)``: with two atoms at
 ``+-R u``, u orthogonal to A x, and the others where the query does not look, this example in the plane has 63 and the
 bound 64.3. For p = inf, ``c <= sqrt(1 + t^2)`` knows no n.
 
@@ -53,7 +53,7 @@ W_Q^h|^2 / sqrt(D/H)``, output ``W_O``; all of ``R^D``, N tokens, ``phi(x) = x e
 >>> 1.0 * W_Q * W_Q * W_V * W_O - 0.0, (4 * 0 + 1) * (W_Q**2 * W_V**2) ** 0.5 * W_O
 (4.0, 2.0)
 
-*Holds.* The same with ``||W_Q^h||^4`` (:func:`~otattn.lipschitz.kim2021.kim2021_l2`, proof there). The degree is forced:
+*Holds.* The same with ``||W_Q^h||^4`` (:func:`~otattn.lipschitz.upper.kim2021.kim2021_l2`, proof there). The degree is forced:
 ``c W_Q`` at ``X / c`` has the same ``P^h`` and c times the image, so the constant of ``c W_Q`` is ``c^2`` times that of
 ``W_Q``.
 
@@ -69,7 +69,7 @@ and ``J u`` is output 1.
 [6.0, 2.0]
 
 *Holds.* With the tangent, ``|J^T J u|^{1/2}`` grows to ``||J||`` for almost every start;
-:func:`~otattn.lipschitz.local.local_lipschitz` uses analytic products and Lanczos iteration instead.
+:func:`~otattn.lipschitz.local.value.local_lipschitz` uses analytic products and Lanczos iteration instead.
 
 References
 ----------

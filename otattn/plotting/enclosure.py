@@ -74,7 +74,7 @@ def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = N
         ("real tokens", result.growth.values.mean(axis=1), "blue", "sky"),
         ("adversarial tokens", result.adversarial, "red", "orange"),
     )
-    from otattn.lipschitz.growth import fit_exponent
+    from otattn.lipschitz.local.growth import fit_exponent
 
     for name, values, strong, light in groups:
         for row in values:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn.lipschitz.growth import LocalGrowth
+from otattn.lipschitz.local.growth import LocalGrowth
 from otattn.plotting.style import COLORS, axes, expect
 
 __all__ = ["plot_crossover", "plot_local_growth"]

@@ -10,12 +10,12 @@ import numpy as np
 
 from otattn.data import SampleLayer
 from otattn.lipschitz.bound import Bound, Enclosure
-from otattn.lipschitz.clusters import cluster_constant
 from otattn.lipschitz.comparison import adversarial_head_tokens
 from otattn.lipschitz.enclosure import published_upper
-from otattn.lipschitz.growth import LocalGrowth
-from otattn.lipschitz.lower import Method
-from otattn.lipschitz.upper import lipschitz_upper_bound
+from otattn.lipschitz.local.growth import LocalGrowth
+from otattn.lipschitz.lower.best import Method
+from otattn.lipschitz.lower.clusters import cluster_constant
+from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball
 from otattn.plotting import plot_head_enclosures
 from otattn.report.section import Section, number, table

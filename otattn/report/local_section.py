@@ -9,7 +9,7 @@ import numpy as np
 
 from otattn.data import SampleLayer
 from otattn.lipschitz import bounds
-from otattn.lipschitz.growth import LocalGrowth, local_growth
+from otattn.lipschitz.local.growth import LocalGrowth, local_growth
 from otattn.plotting import plot_local_growth
 from otattn.report.section import Section, number, table
 

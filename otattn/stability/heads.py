@@ -10,8 +10,8 @@ from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz import bounds
 from otattn.lipschitz.catalogue import THEOREMS
-from otattn.lipschitz.local import splitting_part
-from otattn.lipschitz.rotary_bounds import rotary_row_bound
+from otattn.lipschitz.local.value import splitting_part
+from otattn.lipschitz.upper.rotary import rotary_row_bound
 from otattn.models.layer import ModelLayer
 from otattn.operators import measure_jacobian, top_singular
 from otattn.stability.samplers import window_pairs

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
-from otattn.lipschitz.growth import Exponent, fit_exponent
+from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.models import Transformer
 from otattn.stability.head_store import HeadStore
 from otattn.stability.heads import FIELDS, measure_head

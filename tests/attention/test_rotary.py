@@ -5,7 +5,7 @@ import pytest
 
 from otattn.attention import MultiHeadAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
-from otattn.lipschitz.local import local_lipschitz
+from otattn.lipschitz.local.value import local_lipschitz
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
 Rng = np.random.Generator

@@ -14,8 +14,8 @@ from otattn.attention import (
     SoftmaxAttention,
 )
 from otattn.dynamics import flow_stability, mean_field_limit
-from otattn.lipschitz.growth import fit_exponent
-from otattn.lipschitz.published import castin2024_discrete, geshkovski2024_mean_field
+from otattn.lipschitz.local.growth import fit_exponent
+from otattn.lipschitz.upper.published import castin2024_discrete, geshkovski2024_mean_field
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 
 I2 = np.eye(2)

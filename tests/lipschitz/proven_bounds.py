@@ -22,7 +22,7 @@ from otattn.attention import (
 )
 from otattn.lipschitz import relaxations
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.relaxations.heads import head_with_values
+from otattn.lipschitz.upper.multihead import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
 
 rng = np.random.default_rng(11)

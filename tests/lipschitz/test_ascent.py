@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import otattn as oa
-from otattn.lipschitz.ascent import Candidates, _Objective, ascend, evaluate, lbfgs, round_multiplicities
-from otattn.lipschitz.charts import chart_of
-from otattn.lipschitz.forms import forms_of
+from otattn.lipschitz.lower.ascent import Candidates, _Objective, ascend, evaluate, lbfgs, round_multiplicities
+from otattn.lipschitz.lower.charts import chart_of
+from otattn.lipschitz.lower.forms import forms_of
 
 
 def test_lbfgs_minimises_every_row_on_its_own() -> None:

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("flint", reason="python-flint is needed for ball arithmetic")
 
 from otattn.errors import CertificateError
-from otattn.lipschitz.balls import BallMatrix, exact_arithmetic, orthonormal_rows, proves_psd
-from otattn.lipschitz.intervals import Interval
+from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic, orthonormal_rows, proves_psd
+from otattn.lipschitz.arithmetic.intervals import Interval
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import otattn as oa
-from otattn.lipschitz.clusters import cluster_constant
+from otattn.lipschitz.lower.clusters import cluster_constant
 
 
 def maps(rng: np.random.Generator) -> dict[str, oa.AttentionMap]:

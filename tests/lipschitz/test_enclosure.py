@@ -10,7 +10,7 @@ import otattn as oa
 from otattn.cli import main
 from otattn.lipschitz.comparison import adversarial_head_tokens, reduced_head
 from otattn.lipschitz.enclosure import published_upper
-from otattn.lipschitz.upper import upper_bounds
+from otattn.lipschitz.upper_bound import upper_bounds
 
 
 def unit(M: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from otattn.attention import (
     SoftmaxAttention,
 )
 from otattn.errors import NotGaussianPreservingError
-from otattn.lipschitz.gaussian_constant import gaussian_local_constant
+from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.measures import GaussianMeasure
 
 

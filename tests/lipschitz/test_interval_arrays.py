@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from otattn.lipschitz.intervals import Interval, Truth, is_interval, lift, lower, upper
+from otattn.lipschitz.arithmetic.intervals import Interval, Truth, is_interval, lift, lower, upper
 
 
 def test_numbers_that_a_float_does_not_hold() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from otattn.lipschitz.intervals import Interval, lift
+from otattn.lipschitz.arithmetic.intervals import Interval, lift
 
 
 def around(rng: np.random.Generator, x: np.ndarray) -> Interval:

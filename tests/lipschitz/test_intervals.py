@@ -11,8 +11,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from otattn.lipschitz._interval_kernels import KERNELS, Increasing
-from otattn.lipschitz.intervals import Interval, lift, xlogy
+from otattn.lipschitz.arithmetic._interval_kernels import KERNELS, Increasing
+from otattn.lipschitz.arithmetic.intervals import Interval, lift, xlogy
 
 LARGEST, LEAST = np.finfo(float).max, 5e-324
 EDGES = np.array([0.0, LEAST, 3 * LEAST, 2.0**-1022, 2.0**-1021, 1e-300, 1e-160, 1e-8, 1 / math.e, 0.5, 1.0, 1.5, 2.0])

@@ -5,7 +5,7 @@ import pytest
 
 import otattn as oa
 from otattn.lipschitz import local as local_module
-from otattn.lipschitz.mixed_norms import max_sum_of_norms
+from otattn.lipschitz.local.mixed_norms import max_sum_of_norms
 
 # particle part of the sample's heads (before the output matrix), first n tokens of a window; computed independently
 REFERENCE = {

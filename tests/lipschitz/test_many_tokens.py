@@ -21,9 +21,9 @@ from otattn.attention import (
     SoftmaxAttention,
 )
 from otattn.lipschitz import Bound, adversarial_tokens, bounds, lipschitz_lower_bound, lipschitz_upper_bound
-from otattn.lipschitz.clusters import cluster_constant
-from otattn.lipschitz.masked_bounds import masked_column_sum
-from otattn.lipschitz.row_constants import density_constant
+from otattn.lipschitz.constants.rows import density_constant
+from otattn.lipschitz.lower.clusters import cluster_constant
+from otattn.lipschitz.upper.masked import masked_column_sum
 
 A, V = np.array([[1.0, 0.5], [-0.3, 0.8]]), np.array([[1.0, 0.2], [0.0, 0.7]])
 SOFTMAX, L2 = SoftmaxAttention(A, V), L2Attention(np.eye(2), np.eye(2), V)

@@ -16,11 +16,11 @@ from otattn.attention import (
     SoftmaxAttention,
 )
 from otattn.lipschitz import local_lipschitz
-from otattn.lipschitz.intervals import lift, lower, upper
-from otattn.lipschitz.regions import Region, largest_norm, see
-from otattn.lipschitz.rounding import log_sum
-from otattn.lipschitz.row_constants import two_largest
-from otattn.lipschitz.setting import softmax_form
+from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
+from otattn.lipschitz.arithmetic.rounding import log_sum
+from otattn.lipschitz.constants.regions import Region, largest_norm, see
+from otattn.lipschitz.constants.rows import two_largest
+from otattn.lipschitz.constants.setting import softmax_form
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
 ROOM = 1e-12

@@ -12,7 +12,7 @@ import pytest
 import otattn.lipschitz
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz import bounds
-from otattn.lipschitz.row_constants import density_constant, row_constant
+from otattn.lipschitz.constants.rows import density_constant, row_constant
 
 Array = np.ndarray
 Function = Callable[[Array], Array]

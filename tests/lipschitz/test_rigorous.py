@@ -18,11 +18,10 @@ from proven_bounds import closed_forms, float_only, relaxed, searched
 
 from otattn import bounds
 from otattn.attention import L2Attention, LinearAttention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
-from otattn.lipschitz import relaxations
+from otattn.lipschitz import certificate, relaxations
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import THEOREMS
-from otattn.lipschitz.relaxations import certificate
-from otattn.lipschitz.relaxations._cells import maximise
+from otattn.lipschitz.constants.cells import maximise
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
 FORMS, RELAXED, SEARCHED = closed_forms(), relaxed(), searched()

@@ -16,13 +16,12 @@ from proven_bounds import closed_forms, float_only, relaxed, searched
 from otattn import bounds
 from otattn.attention import L2Attention, MaskedAttention, MultiHeadAttention, RotaryAttention, SoftmaxAttention
 from otattn.errors import CertificateError
-from otattn.lipschitz import relaxations
+from otattn.lipschitz import certificate, relaxations
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import THEOREMS
+from otattn.lipschitz.certificate import Certificate
+from otattn.lipschitz.constants.simplex import IntervalSimplex
 from otattn.lipschitz.containment import NearTokens
-from otattn.lipschitz.relaxations import certificate
-from otattn.lipschitz.relaxations.certificate import Certificate
-from otattn.lipschitz.relaxations.interval_simplex import IntervalSimplex
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
 try:

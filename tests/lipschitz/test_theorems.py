@@ -17,8 +17,8 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from otattn.lipschitz.quadratic import column_exponent, max_norm_product, max_quadratic
-from otattn.lipschitz.row_constants import density_constant, density_constant_p
+from otattn.lipschitz.constants.quadratic import column_exponent, max_norm_product, max_quadratic
+from otattn.lipschitz.constants.rows import density_constant, density_constant_p
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, LayerNormDomain, PointSet
 
 INF = math.inf

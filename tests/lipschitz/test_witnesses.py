@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import otattn as oa
-from otattn.lipschitz import mean_field_witnesses, witnesses
-from otattn.lipschitz.charts import chart_of
-from otattn.lipschitz.forms import forms_of
+from otattn.lipschitz.lower import mean_field_witnesses, witnesses
+from otattn.lipschitz.lower.charts import chart_of
+from otattn.lipschitz.lower.forms import forms_of
 
 SKEW = np.array([[0.0, 2.0], [-2.0, 0.0]])
 

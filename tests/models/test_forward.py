@@ -9,7 +9,7 @@ import synthetic as syn
 
 from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
-from otattn.lipschitz.local import local_lipschitz
+from otattn.lipschitz.local.value import local_lipschitz
 from otattn.measures import Ellipsoid, LayerNormDomain
 from otattn.models import Transformer, bert, gpt2, llama
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from otattn.data import load_excerpt, load_sample
-from otattn.lipschitz.local import local_lipschitz
+from otattn.lipschitz.local.value import local_lipschitz
 from otattn.models import bert, llama, load_tokenizer, locate, text_windows
 
 

@@ -16,7 +16,7 @@ from otattn.data import load_sample
 from otattn.errors import StoreError, StoreWarning
 from otattn.lipschitz import bounds
 from otattn.lipschitz.bounds import castin2024_discrete_lower
-from otattn.lipschitz.local import local_lipschitz
+from otattn.lipschitz.local.value import local_lipschitz
 from otattn.models import Transformer, bert, gpt2, llama
 from otattn.stability import heads as numbers
 from otattn.stability import layers as module

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from otattn.lipschitz.clusters import Configuration
-from otattn.lipschitz.forms import forms_of
+from otattn.lipschitz.lower.clusters import Configuration
+from otattn.lipschitz.lower.forms import forms_of
 
 
 def in_ball(x, radius):

@@ -9,16 +9,16 @@ from relaxation_attacks import climb, in_ball
 from scipy.special import softmax, xlogy
 
 from otattn.attention import RotaryAttention, SoftmaxAttention
-from otattn.lipschitz.clusters import Configuration
-from otattn.lipschitz.forms import forms_of
-from otattn.lipschitz.lower import lipschitz_lower_bound
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_head
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
+from otattn.lipschitz.lower.clusters import Configuration
+from otattn.lipschitz.lower.forms import forms_of
 from otattn.lipschitz.relaxations import field_jacobian
-from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers, OwnShare
-from otattn.lipschitz.relaxations.joint import _rows, _Search, joint
-from otattn.lipschitz.relaxations.mean_field import _Barycentre, _m4_bound, mean_field
-from otattn.lipschitz.relaxations.psd import _OwnTerm, psd
-from otattn.lipschitz.relaxations.regions import SelfLogit, least_stretch, unit_head
-from otattn.lipschitz.rotary_bounds import rotary_row_bound
+from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
+from otattn.lipschitz.upper.mean_field import _Barycentre, _m4_bound, mean_field
+from otattn.lipschitz.upper.psd import _OwnTerm, psd
+from otattn.lipschitz.upper.rotary import rotary_row_bound
+from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, joint
 from otattn.measures import Ball, Box
 
 SIZES = (2, 3, 4, 8, 64, 1000, 10**6)

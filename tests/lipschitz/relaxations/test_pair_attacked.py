@@ -10,10 +10,10 @@ from scipy.optimize import minimize
 
 from otattn.attention import SoftmaxAttention
 from otattn.errors import CertificateError
-from otattn.lipschitz.lower import lipschitz_lower_bound
+from otattn.lipschitz.constants.self_logit import unit_head
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import pair
-from otattn.lipschitz.relaxations.pair import _Family, _Forms, _maximum, _reach
-from otattn.lipschitz.relaxations.regions import unit_head
+from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach
 from otattn.measures import Ball, Box, PointSet
 
 KINDS = ("skew", "negative", "generic", "rank one", "nilpotent", "psd", "jordan", "zero")

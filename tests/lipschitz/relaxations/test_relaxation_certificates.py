@@ -7,11 +7,12 @@ import pytest
 
 from otattn.attention import MultiHeadAttention, SoftmaxAttention
 from otattn.errors import CertificateError
+from otattn.lipschitz import certificate
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.bounds import row_bound
+from otattn.lipschitz.certificate import Statement, certify, dual_function
 from otattn.lipschitz.relaxations import (
     Certificate,
-    certificate,
     field_jacobian,
     interval_simplex,
     kappa,
@@ -20,8 +21,7 @@ from otattn.lipschitz.relaxations import (
     row_constant,
     self_entropy,
 )
-from otattn.lipschitz.relaxations.certificate import Statement, certify, dual_function
-from otattn.lipschitz.relaxations.heads import head_with_values
+from otattn.lipschitz.upper.multihead import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
-from otattn.lipschitz.relaxations import _field_hull, field_jacobian
+from otattn.lipschitz.constants import _field_hull
+from otattn.lipschitz.relaxations import field_jacobian
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, LayerNormDomain, PointSet
 
 

@@ -11,8 +11,8 @@ from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttenti
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.bounds import row_bound
 from otattn.lipschitz.relaxations import multihead
-from otattn.lipschitz.relaxations.heads import head_with_values
-from otattn.lipschitz.upper import lipschitz_upper_bound
+from otattn.lipschitz.upper.multihead import head_with_values
+from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
+from otattn.lipschitz.constants.simplex import threshold_bounds
 from otattn.lipschitz.relaxations import interval_simplex
-from otattn.lipschitz.relaxations.interval_simplex import threshold_bounds
 from otattn.measures import DiscreteMeasure
 
 

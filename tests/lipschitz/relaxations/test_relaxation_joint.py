@@ -7,9 +7,9 @@ import pytest
 from relaxation_attacks import FORMS, climb
 
 from otattn.attention import SoftmaxAttention
-from otattn.lipschitz.lower import lipschitz_lower_bound
-from otattn.lipschitz.relaxations.joint import _rows, _Search, _search, column_sum, joint
-from otattn.lipschitz.relaxations.regions import SelfLogit, unit_head
+from otattn.lipschitz.constants.self_logit import SelfLogit, unit_head
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
+from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, _search, column_sum, joint
 from otattn.measures import Ball, Ellipsoid
 
 

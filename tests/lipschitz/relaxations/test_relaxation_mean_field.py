@@ -10,9 +10,10 @@ from scipy.special import xlogy
 
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
-from otattn.lipschitz.lower import lipschitz_lower_bound
+from otattn.lipschitz.constants.self_logit import SelfLogit, unit_head
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
-from otattn.lipschitz.relaxations.mean_field import (
+from otattn.lipschitz.upper.mean_field import (
     _Barycentre,
     _gain,
     _m4_bound,
@@ -21,7 +22,6 @@ from otattn.lipschitz.relaxations.mean_field import (
     least_stretch,
     mean_field,
 )
-from otattn.lipschitz.relaxations.regions import SelfLogit, unit_head
 from otattn.measures import Ball, Ellipsoid
 
 GRID = np.linspace(0.0, 1.0, 20_001)[1:-1]

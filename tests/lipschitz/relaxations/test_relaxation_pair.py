@@ -8,11 +8,11 @@ import pytest
 from relaxation_attacks import FORMS, climb, in_ball
 
 from otattn.attention import MaskedAttention, SoftmaxAttention
-from otattn.lipschitz.lower import lipschitz_lower_bound
+from otattn.lipschitz.constants.self_logit import unit_head
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import pair
-from otattn.lipschitz.relaxations.pair import _Family, _Forms, _maximum, _reach, _share
-from otattn.lipschitz.relaxations.regions import unit_head
-from otattn.lipschitz.upper import lipschitz_upper_bound
+from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach, _share
+from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball, Ellipsoid
 
 BIASED = SoftmaxAttention(3.0 * FORMS["generic"][0], FORMS["generic"][1], bias=[1.0, -0.5, 0.3])

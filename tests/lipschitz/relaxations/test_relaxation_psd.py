@@ -9,11 +9,11 @@ from scipy.special import softmax
 
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.lower import lipschitz_lower_bound
-from otattn.lipschitz.relaxations._psd_columns import Columns, Multipliers, OwnShare
-from otattn.lipschitz.relaxations._psd_search import _sample
-from otattn.lipschitz.relaxations.joint import joint
-from otattn.lipschitz.relaxations.psd import psd
+from otattn.lipschitz.lower.best import lipschitz_lower_bound
+from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
+from otattn.lipschitz.upper._psd_search import _sample
+from otattn.lipschitz.upper.psd import psd
+from otattn.lipschitz.upper.rows_and_columns import joint
 from otattn.measures import Ball, Ellipsoid
 
 TILTED = np.array([[1.0, 0.3], [0.0, -0.7]])

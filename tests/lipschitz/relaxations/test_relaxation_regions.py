@@ -9,8 +9,8 @@ from scipy.special import lambertw
 
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.errors import CertificateError
-from otattn.lipschitz.relaxations._cells import HOPELESS, boxes, maximise, proved_below
-from otattn.lipschitz.relaxations.regions import SelfLogit, entropy_gap, spread_region, unit_head
+from otattn.lipschitz.constants.cells import HOPELESS, boxes, maximise, proved_below
+from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap, spread_region, unit_head
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
 
 

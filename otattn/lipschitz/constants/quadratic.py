@@ -1,0 +1,175 @@
+r"""Certified maxima of quadratic forms: field constant, column exponent, size of the logits' gradient.
+
+Each is a maximum over a ball that has an exact dual in one scalar. The scalar comes from a search in
+floating point; the dual function is then evaluated once, its largest eigenvalue rounded outward. Every
+scalar gives a valid bound, so no search needs to have converged. Matrices are float64 arrays, or ball matrices:
+then the last evaluation is a proof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+
+from otattn._linalg import bordered, lambda_max_upper, mid, norm_upper, spectral_norm_upper
+from otattn.lipschitz.arithmetic.intervals import lift, upper
+from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
+
+__all__ = ["balanced_minimum", "column_exponent", "max_norm_product", "max_quadratic"]
+
+Array = NDArray[np.float64]
+
+
+def max_norm_product(V: Any, B: Any) -> Any:
+    r"""``max_{|u| = 1} |V u| |B^T u|``, never below the exact value; ``V (e, d)``, ``B (d, k)``.
+
+    ``|V u| |B^T u| = min_s (s |V u|^2 + |B^T u|^2 / s) / 2``, so the maximum is at most
+    ``lambda_max(s V^T V + B B^T / s) / 2`` for every ``s > 0``. The best s attains it: the joint range of two
+    quadratic forms on the sphere is convex for d >= 3 and the boundary of its hull for d = 2, and ``sqrt(x
+    y)`` increases in both arguments, so maximum and minimum may be exchanged.
+    """
+    v, b = spectral_norm_upper(V), spectral_norm_upper(B)
+    if is_zero(v) or is_zero(b):
+        return 0.0
+    M1, M2 = (V / v).T @ (V / v), (B / b) @ (B / b).T
+    near1, near2 = mid(M1), mid(M2)
+
+    def dual(x: float) -> float:
+        return 0.5 * float(np.linalg.eigvalsh(math.exp(x) * near1 + math.exp(-x) * near2)[-1])
+
+    # s and 1/s must be inverse to each other: both are made of one float, and exact balls divide by it
+    s = math.exp(_minimise(dual))
+    return product(up(0.5 * lambda_max_upper(s * M1 + M2 / s)), v, b)
+
+
+def balanced_minimum(q1: Any, q2: Any) -> Any:
+    """``min_s max_k (sqrt(s) q1_k + q2_k / sqrt(s))^2``, evaluated at a good s (any s is an upper bound)."""
+    t1, t2 = top(q1.max(initial=0.0)), top(q2.max(initial=0.0))
+    if t1 == 0.0 or t2 == 0.0:
+        return 0.0  # as s tends to 0 or infinity
+    q1, q2 = q1 / t1, q2 / t2
+    near1, near2 = np.asarray(upper(q1)), np.asarray(upper(q2))
+
+    def largest(x: float) -> float:
+        return float((math.exp(0.5 * x) * near1 + math.exp(-0.5 * x) * near2).max())
+
+    root = math.exp(0.5 * _minimise(largest))
+    return product(up((root * q1 + q2 / root).max() ** 2), t1, t2)
+
+
+def column_exponent(A: Any, c: Any | None, R: Any) -> Any:
+    r"""``kappa = max_{|x|, |y| <= R} <A x + c, y - x>``, never below the exact value.
+
+    The maximum over y is ``R |A x + c| - <A x + c, x>``, and ``R |g| <= R^2 / (4 nu) + nu |g|^2`` for every
+    ``nu > 0``: what is left is a quadratic in x. Without bias, ``kappa <= R^2 / (4 nu) + R^2 (lambda_max(nu
+    A^T A - S))_+`` with ``S = (A + A^T) / 2``, and the best nu attains kappa (the objective is concave in
+    ``x x^T`` and linear in its dual). Values: ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I``,
+    ``a`` for skew A, ``a = ||A|| R^2``.
+    """
+    alpha = spectral_norm_upper(A)
+    size = 0.0 if c is None else norm_upper(c)
+    if is_zero(R):
+        return 0.0
+    if is_zero(alpha):
+        return up(2.0 * R * size)
+    # in units: A / unit, c / (unit r), x / r, with floats near the norm and the radius; kappa is unit r^2 times the value
+    r = top(R)
+    unit = top(alpha) + top(size) / r
+    B = A / unit
+    S, M = 0.5 * (B + B.T), B.T @ B
+    near_S, near_M = mid(S), mid(M)
+    if c is None:
+
+        def dual(nu: float) -> float:
+            return 0.25 / nu + max(0.0, float(np.linalg.eigvalsh(nu * near_M - near_S)[-1]))
+
+        # kappa <= 2 forces nu >= 1/8, and nu |A|^2 - |A| <= 2 forces nu <= 3
+        nu = float(minimize_scalar(dual, bounds=(0.12, 3.1), method="bounded", options={"xatol": 1e-10}).x)
+        return product(up(_quarter(nu, M) + np.maximum(0.0, lambda_max_upper(nu * M - S))), unit, r, r)
+    b = c / unit / r
+    near_B, near_b = mid(B), mid(b)
+
+    def value(nu: float) -> float:
+        form, linear = nu * near_M - near_S, 2.0 * nu * (near_B.T @ near_b) - near_b
+        return 0.25 / nu + nu * float(near_b @ near_b) + sum(_ball_multipliers(form, linear))
+
+    x = minimize_scalar(lambda x: value(math.exp(x)), bounds=(-5.0, 5.0), method="bounded", options={"xatol": 1e-5}).x
+    nu = math.exp(float(x))
+    whole = _quarter(nu, M) + nu * (b @ b) + _ball_maximum(nu * M - S, 2.0 * nu * (B.T @ b) - b)
+    return product(up(whole), unit, r, r)
+
+
+def _number(x: float, like: Any) -> Any:
+    """A float as a number of the arithmetic of a matrix: its products with floats are then not rounded away."""
+    return x if isinstance(like, np.ndarray) else lift(x)
+
+
+def _quarter(nu: float, like: Any) -> Any:
+    """``1 / (4 nu)``."""
+    return 0.25 / _number(nu, like)
+
+
+def max_quadratic(Q: Any, b: Any, R: Any) -> Any:
+    """``max_{|x| <= R} <Q x, x> + <b, x>`` for symmetric Q, never below the exact value."""
+    r = top(R)
+    unit = top(spectral_norm_upper(Q)) * r * r + top(norm_upper(b)) * r
+    if unit == 0.0:
+        if r == 0.0 or isinstance(Q, np.ndarray) or not (Q.any() or b.any()):
+            return 0.0
+        unit = 5e-324  # the products of the sizes underflow, those of the balls do not
+    return up(_ball_maximum(Q * r / unit * r, b * r / unit)) * unit
+
+
+def _ball_maximum(Q: Any, b: Any) -> Any:
+    """The same on the unit ball, for data of norm about 1.
+
+    For all ``lam >= 0`` and t the maximum is at most ``lam + t + 2 (lambda_max(N))_+`` with
+    ``N = [[Q - lam I, b/2], [b^T/2, -t]]``: apply N to ``(x, 1)``, of squared norm at most 2.
+    """
+    lam, t = _ball_multipliers(mid(Q), mid(b))
+    k = len(b)
+    corner = np.zeros((k + 1, k + 1))
+    corner[np.arange(k), np.arange(k)], corner[k, k] = -lam, -t
+    N = bordered(Q, 0.5 * b) + corner
+    return _number(lam, Q) + t + 2.0 * np.maximum(0.0, lambda_max_upper(N))
+
+
+def _ball_multipliers(Q: Array, b: Array) -> tuple[float, float]:
+    """``lam``, which solves the secular equation, and ``t = sum_k beta_k^2 / (4 (lam - q_k))``.
+
+    They make the matrix of :func:`_ball_maximum` negative semi-definite up to rounding, so ``lam + t`` is its value.
+    """
+    q, U = np.linalg.eigh(Q)
+    beta2 = 0.25 * (b @ U) ** 2
+    low = max(0.0, float(q[-1]))
+    high = low + math.sqrt(float(beta2.sum()))
+    lam, t = low, 0.0
+    if high > low:
+        lam = high
+        for _ in range(60):
+            # Newton on 1/|w(lam)| = 1, w = beta / (lam - q), kept inside the bracket
+            gap = lam - q
+            size = math.sqrt(float(np.sum(beta2 / gap**2)))
+            low, high = (lam, high) if size > 1.0 else (low, lam)
+            if abs(size - 1.0) < 1e-13 or high - low <= 1e-14 * (1.0 + high):
+                break
+            lam += (size - 1.0) * size * size / float(np.sum(beta2 / gap**3))
+            if not low < lam < high:
+                lam = 0.5 * (low + high)
+        lam = max(lam, float(q[-1]) + 1e-14 * (1.0 + abs(float(q[-1]))))
+        t = float(np.sum(beta2 / (lam - q)))
+    return lam, t
+
+
+def _minimise(f: Callable[[float], float]) -> float:
+    """A minimiser of a convex function of a logarithm, sought around 0 first."""
+    for width in (6.0, 40.0):
+        x = float(minimize_scalar(f, bounds=(-width, width), method="bounded", options={"xatol": 1e-7}).x)
+        if abs(x) < width - 0.5:
+            break
+    return x

@@ -1,0 +1,390 @@
+r"""Token regions seen by a softmax form: radius, diameter, and the maxima that the bounds are made of.
+
+Attention with logits ``<A x + c, y>`` does not see a translation: with ``x = z + b`` the logits are
+``<A z + (A b + c), z'>`` up to terms constant in the key, so every region is centred first and the bias is
+``c + A b``. All bounds hold on the convex hull of the domain, since tokens travel along segments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial.distance import pdist
+
+from otattn import _validate as check
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
+from otattn.lipschitz.arithmetic.balls import BallMatrix
+from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.arithmetic.rounding import is_zero, least, product, top, up
+from otattn.lipschitz.constants.quadratic import balanced_minimum, column_exponent, max_norm_product, max_quadratic
+from otattn.lipschitz.constants.setting import SoftmaxForm
+from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
+
+__all__ = ["Region", "Seen", "check_count", "largest_norm", "resolve_domain", "see"]
+
+Array = NDArray[np.float64]
+VERTEX_LIMIT = 12
+"""Boxes of up to this many dimensions are bounded through their vertices."""
+PAIR_LIMIT = 700
+"""Point sets of up to this many points are bounded through their pairs."""
+_EPS = float(np.finfo(np.float64).eps)
+
+
+def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None) -> Domain:
+    """The domain that one of ``radius`` and ``domain`` names, its dimension checked."""
+    if (radius is None) == (domain is None):
+        received = "neither" if radius is None else "both"
+        raise ValueError(f"exactly one of radius and domain must be given, received {received}.")
+    if radius is not None:
+        return Ball(radius)
+    if not isinstance(domain, Domain):
+        raise ValueError(f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}.")
+    if dim is not None and domain.dim is not None and domain.dim != dim:
+        raise ValueError(f"domain must have dimension {dim} like the attention, received {domain.dim}.")
+    return domain
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A domain in centred coordinates ``z = x - center``, inside ``{|z| <= radius}`` and ``E {|w| <= 1}``.
+
+    ``half_diameter`` is at most ``radius``; ``shape`` is E (None for a ball: radius times the identity), ``reach`` the half
+    widths of a box. All lengths are rounded outward, or intervals in exact arithmetic.
+    """
+
+    domain: Domain
+    center: Any
+    radius: Any
+    half_diameter: Any
+    shape: Any | None
+    centred_points: Any | None = None
+    reach: Any = None
+    exact: bool = False
+
+    @classmethod
+    def of(cls, domain: Domain, *, exact: bool = False) -> Region:
+        """The region of a domain."""
+        wrap: Any = BallMatrix.exact if exact else np.asarray
+        if isinstance(domain, Ball):
+            radius = lift(domain.radius) if exact else domain.radius
+            return cls(domain, None, radius, radius, None, exact=exact)
+        if isinstance(domain, Ellipsoid):
+            shape = wrap(domain.shape)
+            R = spectral_norm_upper(shape)
+            return cls(domain, domain.center, R, R, shape, exact=exact)
+        if isinstance(domain, Box):
+            b, r = domain.center, _half_widths(domain)
+            R = norm_upper(wrap(r))
+            # any float matrix that is large enough will do; the step counts for subnormal widths
+            sides = np.where(r > 0.0, np.nextafter(up(np.sqrt(domain.dim)) * r, np.inf), 0.0)
+            return cls(domain, b, R, R, wrap(np.diag(sides)), reach=r, exact=exact)
+        if not isinstance(domain, PointSet):
+            raise ValueError(
+                f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}."
+            )
+        x = domain.points
+        b = _enclosing_center(x)
+        z = lift(x) - b if exact else x - b
+        sizes = np.sqrt((z * z).sum(axis=1)) if exact else np.linalg.norm(z, axis=1)
+        # the differences were rounded once
+        R = sizes.max() if exact else up(float(sizes.max()))
+        half = R
+        if 1 < len(x) <= PAIR_LIMIT:
+            half = least(R, up(0.5 * _pair_lengths(z).max()))
+        elif len(x) == 1:
+            half = 0.0 * R
+        return cls(domain, b, R, half, None, z, exact=exact)
+
+
+def _half_widths(domain: Box) -> Array:
+    """Distances from the centre that the sides reach, rounded outward; 0 where the sides meet."""
+    b = domain.center
+    r = np.maximum(domain.upper - b, b - domain.lower)
+    return np.where(r > 0.0, np.nextafter(r, np.inf), 0.0)
+
+
+def _pair_lengths(y: Any) -> Any:
+    """The lengths of all differences of two rows."""
+    if isinstance(y, np.ndarray):
+        return pdist(y)
+    i, j = np.triu_indices(len(y), 1)
+    d = y[i] - y[j]
+    return np.sqrt((d * d).sum(axis=1))
+
+
+def _intervals(M: Any) -> Any:
+    """A ball matrix as an interval matrix, an array as it is."""
+    return M.interval() if isinstance(M, BallMatrix) else M
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A region as a form ``(A, c, V)`` sees it: the numbers of the bounds, each never below the exact one.
+
+    What rounding does to the preliminaries (``c + A b``, ``A E``, ``V E``, ``E^T A E``) is added to the numbers, since it
+    may be all that is left of them when terms cancel; in exact arithmetic it is zero.
+    """
+
+    form: SoftmaxForm
+    region: Region
+
+    def with_values(self, V: Array | None) -> Seen:
+        """The same head and region with other values ``V (e, d)``, whose rows lie in the span of the form's basis.
+
+        None is the identity. What does not depend on V is not computed again.
+        """
+        wrap: Any = BallMatrix.exact if self.form.exact else np.asarray
+        if V is None:
+            rows = wrap(np.eye(len(self.form.A)))
+        else:
+            rows = wrap(V) if self.form.basis is None else wrap(V) @ self.form.basis
+        form = replace(self.form, V=rows)
+        form.__dict__["norm_A"] = self.form.norm_A
+        out = Seen(form, self.region)
+        out.__dict__.update({name: getattr(self, name) for name in ("shape", "bias", "bias_error", "G", "kappa")})
+        return out
+
+    @property
+    def R(self) -> Any:
+        """Radius of the centred region."""
+        return self.region.radius
+
+    @property
+    def v(self) -> Any:
+        """``||V||``."""
+        return self.form.norm_V
+
+    def _in(self, x: Any) -> Any:
+        """Vectors of R^d (rows) in the coordinates of the form."""
+        return x if self.form.basis is None else x @ self.form.basis
+
+    def _points(self, x: Any) -> Any:
+        """The same for interval arrays or arrays of points."""
+        return x if self.form.basis is None else x @ _intervals(self.form.basis)
+
+    @cached_property
+    def shape(self) -> Any | None:
+        """The ellipsoid's matrix in the coordinates of the form."""
+        E = self.region.shape
+        return None if E is None else self._in(E.T).T
+
+    @cached_property
+    def bias(self) -> Any | None:
+        """``c + A b``, None when zero."""
+        c = self.form.c
+        if self.region.center is not None and np.any(self.region.center):
+            shift = self.form.A @ self._center
+            c = shift if c is None else c + shift
+        return None if c is None or (not c.any() and is_zero(self.bias_error)) else c
+
+    @cached_property
+    def _center(self) -> Any:
+        b = self.region.center
+        if self.form.exact:
+            return self._in(BallMatrix.exact(b[None]))[0]
+        return self._in(b[None])[0]
+
+    @cached_property
+    def bias_error(self) -> float:
+        """What rounding may have added to :attr:`bias`."""
+        if self.form.exact:
+            return 0.0
+        error = self.form.shift
+        if self.region.center is not None:
+            b = self.region.center
+            error += 2.0 * product_error(self.form.A, self._center[:, None])
+            error += self.form.error * top(self.form.norm_A) * norm_upper(b)
+            if self.form.basis is not None:
+                error += top(self.form.norm_A) * 2.0 * product_error(b[None], self.form.basis)
+            c = self.form.c
+            error += 4.0 * _EPS * (0.0 if c is None else norm_upper(c))
+        return error
+
+    def _error(self, left: Any, right: Any) -> float:
+        """What rounding may have added to a product of two matrices, with that of the form before it."""
+        rounded = 2.0 * product_error(left, right)
+        return rounded + self.form.error * float(norm_upper(left)) * float(norm_upper(right)) if rounded else 0.0
+
+    @cached_property
+    def _bias_norm(self) -> Any:
+        return self.bias_error if self.bias is None else norm_upper(self.bias) + self.bias_error
+
+    @cached_property
+    def G(self) -> Any:
+        """``max |A x + c|`` over the domain."""
+        A, c = self.form.A, self.bias
+        best = self.form.norm_A * self.R + self._bias_norm
+        if self.shape is not None:
+            B = A @ self.shape
+            rounded = self._error(A, self.shape)
+            best = least(best, spectral_norm_upper(B) + rounded + self._bias_norm)
+            if c is not None:
+                best = least(best, _affine_norm(B, c, 1.0) + rounded + self.bias_error)
+        elif c is not None and self.region.centred_points is None:
+            best = least(
+                best, _affine_norm(A, c, self.R) + self.bias_error + self.form.error * self.form.norm_A * self.R
+            )
+        if self.region.reach is not None or self.region.centred_points is not None:
+            best = least(best, self._extreme_gradient())
+        return up(best)
+
+    def _extreme_gradient(self) -> Any:
+        """The same for a box, row by row, or for a finite set, point by point."""
+        A = _intervals(self.form.A)
+        zero = np.zeros(len(A)) if self.bias is None else _intervals(self.bias)
+        if self.region.reach is None:
+            z = self._points(self.region.centred_points)
+            rows = z @ A.T + zero
+            sizes = np.sqrt((rows * rows).sum(axis=1)).max()
+            rounded = 0.0 if self.form.exact else self._error(z, A.T)
+        else:
+            # on the form's coordinates the box is the image of a box
+            M = A if self.form.basis is None else A @ _intervals(self.form.basis).T
+            rows = np.abs(zero) + np.abs(M) @ self.region.reach
+            sizes = np.sqrt((rows * rows).sum())
+            rounded = 0.0 if self.form.exact else self._error(np.abs(M), self.region.reach[:, None])
+        return up(sizes) + rounded + self.bias_error
+
+    @cached_property
+    def t(self) -> Any:
+        """``G`` times the half diameter: half the largest spread of a row's logits."""
+        return up(product(self.G, self.region.half_diameter))
+
+    @cached_property
+    def t_ball(self) -> Any:
+        """``G R``, R the radius of the centred region."""
+        return up(product(self.G, self.R))
+
+    @cached_property
+    def value_radius(self) -> Any:
+        """At least every standard deviation of ``<u, V x>``, ``|u| = 1``, under a measure on the domain."""
+        best = product(self.v, self.region.half_diameter)
+        if self.shape is None:
+            return best
+        return least(best, spectral_norm_upper(self.form.V @ self.shape) + self._error(self.form.V, self.shape))
+
+    @cached_property
+    def row_deviation(self) -> Any:
+        """``sup lambda_max( V (I + |g|^2 C) V^T )^{1/2}``; the square need not be representable."""
+        return up(np.hypot(self.v, product(self.G, self.value_radius)))
+
+    @cached_property
+    def sigma(self) -> Any:
+        r"""The field constant ``sup ||V C A||`` over covariances C of measures on the domain.
+
+        A covariance on the ball is a mixture of ``R^2 u u^T`` below trace ``R^2`` and the norm is convex:
+        the supremum is ``R^2 max |V u| |A^T u|``. On an ellipsoid ``C = E C' E^T``. On any set, for unit p
+        and q, ``Cov(<p, V x>, <A q, x>) <= Var( sqrt(s) <p, V x> + <A q, x> / sqrt(s) ) / 4`` and a
+        variance is at most a quarter of the squared range: ``sup <= max_delta ( sqrt(s) |V delta| + |A^T
+        delta| / sqrt(s) )^2 / 16`` over differences delta of two points, a maximum at pairs of points or of
+        vertices.
+        """
+        form, z = self.form, self.region.centred_points
+        if z is not None and len(z) == 1:
+            return 0.0
+        if self.shape is not None:
+            values, keys = form.V @ self.shape, self.shape.T @ form.A
+            error = self._error(form.V, self.shape), self._error(self.shape.T, form.A)
+            best = max_norm_product(values, keys)
+            if max(error) > 0.0:
+                size = spectral_norm_upper(values), spectral_norm_upper(keys)
+                best = best + size[0] * error[1] + size[1] * error[0] + error[0] * error[1]
+        else:
+            # lengths first: the product of two small matrices may not be a float
+            R = top(self.R)
+            best = product(max_norm_product(form.V * R, form.A * R), 1.0 + 4.0 * form.error)
+        extreme = self._extreme_pairs()
+        if extreme is not None:
+            q1, q2, factor = extreme
+            best = least(best, product(balanced_minimum(q1, q2), factor))
+        return up(best)
+
+    def _extreme_pairs(self) -> tuple[Any, Any, float] | None:
+        """``|V d|`` and ``|A^T d|`` over the pairs of points, or of vertices, and the factor of their balanced square."""
+        V, A, domain = _intervals(self.form.V), _intervals(self.form.A), self.region.domain
+        if isinstance(domain, Box) and domain.dim <= VERTEX_LIMIT:
+            # opposite vertices: half of the sign patterns is enough
+            bits = np.arange(2 ** (domain.dim - 1))[:, None] >> np.arange(domain.dim) & 1
+            corners = self._points((2.0 * bits - 1.0) * self.region.reach)
+            d1, d2, factor = corners @ V.T, corners @ A, 0.25
+            q1, q2 = (np.sqrt((d * d).sum(axis=1)) for d in (d1, d2))
+        elif self.region.centred_points is not None and len(self.region.centred_points) <= PAIR_LIMIT:
+            corners = self._points(self.region.centred_points)
+            q1, q2, factor = _pair_lengths(corners @ V.T), _pair_lengths(corners @ A), 1.0 / 16.0
+        else:
+            return None
+        if self.form.exact:
+            return q1, q2, factor
+        # the images of the points were rounded, and so were the points
+        noise = 8.0 * (len(A) + 4) * _EPS * float(norm_upper(np.abs(corners).max(axis=0)))
+        return q1 + noise * norm_upper(V), q2 + noise * norm_upper(A), factor
+
+    @cached_property
+    def kappa(self) -> Any:
+        """``max <A x + c, y - x>`` over two points of the hull."""
+        A, c = self.form.A, self.bias
+        bounds = [2.0 * self.t]
+        if self.shape is not None:
+            E = self.shape
+            left = E.T @ A
+            value = column_exponent(left @ E, None if c is None else E.T @ c, 1.0)
+            rounded = self._error(left, E) + self._error(E.T, A) * float(norm_upper(E)) if not self.form.exact else 0.0
+            if c is not None:
+                rounded += 0.0 if self.form.exact else 2.0 * product_error(E.T, c[:, None])
+            bounds.append(value + 2.0 * rounded + 2.0 * self.bias_error * self.R)
+        if self.shape is None or isinstance(self.region.domain, Box):
+            value = column_exponent(A, c, self.R)
+            loose = 2.0 * self.form.error * self.form.norm_A * self.R * self.R + 2.0 * self.bias_error * self.R
+            bounds.append(value + loose)
+        return least(*bounds)
+
+
+def largest_norm(domain: Domain, *, exact: bool = False) -> Any:
+    """``max |x|`` over the domain, from the origin."""
+    if isinstance(domain, Ball):
+        return lift(domain.radius) if exact else up(domain.radius)
+    identity: Any = np.eye(domain.dim or 1)
+    form = SoftmaxForm(BallMatrix.exact(identity) if exact else identity, None, None, False, None)
+    return Seen(form, Region.of(domain, exact=exact)).G
+
+
+def see(form: SoftmaxForm, region: Region | Domain) -> Seen:
+    """The numbers of a form on a domain."""
+    return Seen(form, region if isinstance(region, Region) else Region.of(region, exact=form.exact))
+
+
+def _affine_norm(B: Any, c: Any, R: Any) -> Any:
+    """``max_{|x| <= R} |B x + c|``."""
+    if isinstance(B, np.ndarray):
+        unit = max(float(spectral_norm_upper(B)) * top(R), float(norm_upper(c)))
+        if unit == 0.0:
+            return 0.0
+        # squares: in units in which they are near one; the forms of the quadratic are rounded by much less than up() adds
+        square = max_quadratic((B.T / unit) @ (B / unit), 2.0 * ((B.T / unit) @ (c / unit)), R) + (c / unit) @ (
+            c / unit
+        )
+        return up(unit * math.sqrt(square * (1.0 + 8.0 * (len(c) + 8) * _EPS)))
+    return np.sqrt(max_quadratic(B.T @ B, 2.0 * (B.T @ c), R) + c @ c)
+
+
+def _enclosing_center(x: Array) -> Array:
+    """Centre of a nearly smallest enclosing ball (Badoiu-Clarkson steps; any centre is valid)."""
+    b = 0.5 * (x.min(axis=0) + x.max(axis=0))
+    best, radius = b, float(np.linalg.norm(x - b, axis=1).max())
+    for k in range(1, 200):
+        far = np.linalg.norm(x - b, axis=1)
+        i = int(far.argmax())
+        if far[i] < radius:
+            best, radius = b, float(far[i])
+        b = b + (x[i] - b) / (k + 1.0)
+    return np.asarray(best)
+
+
+def check_count(n: Any) -> int | None:
+    """``n`` as a number of tokens, None for the mean-field constant."""
+    return None if n is None else check.count(n, "n")

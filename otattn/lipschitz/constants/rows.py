@@ -1,0 +1,197 @@
+r"""Constants of one row of attention: how strongly a row's output can react to moving what it attends to.
+
+A row with query gradient g (``|g| <= G``), weights ``P`` on points ``y`` of mean m and half diameter r maps a
+displacement field ``eps`` to ``K eps = E_P[ B_y eps(y) ]``, ``B_y = I + (y - m) g^T``. Below, ``t = G r``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
+from otattn.lipschitz.arithmetic.rounding import least, log, safe_exp, top, up
+
+__all__ = ["density_constant", "density_constant_p", "hoelder_constant", "row_constant", "two_largest"]
+
+Array = NDArray[np.float64]
+CELLS = 1024
+
+
+def row_constant(t: Any) -> Any:
+    r"""``phi(t)``: the norm of K from ``(sum_j |eps_j|^2)^{1/2}`` to ``R^d``, exactly its supremum.
+
+    ``phi = 1`` for ``t <= 1/2``, ``phi^2 = (1 + (t + 1/(4t))^2) / 2`` beyond.
+
+    Proof. For a fixed unit vector u and fixed eps, ``<u, K eps> = sum_j p_j (<u, eps_j> + <y_j - m, u> <g,
+    eps_j>)`` is linear in p where ``<m, u>`` is held fixed, so its maximum over such p sits at a p on two
+    indices j, k, and is at most the two-index norm times ``(|eps_j|^2 + |eps_k|^2)^{1/2}``. With weights p
+    >= q = 1 - p and ``tau = <y_j - y_k, u>`` the two-index norm squared is ``p^2 |u + q tau g|^2 + q^2 |u -
+    p tau g|^2``, at most ``p^2 + q^2 + 2 p q (p - q) 2t + 2 p^2 q^2 (2t)^2`` since ``|tau| |g| <= 2 t``.
+    With ``p = (1 + s)/2`` that is ``(1 + w^2)/2``, ``w = s + t (1 - s^2)``, largest at ``s = min(1,
+    1/(2t))``; it is attained by two opposite points and g along u.
+    """
+    if top(t) <= 0.5:
+        return 1.0
+    # increasing in t, and the formula is least at 1/2; hypot does not overflow where phi does not
+    t = np.maximum(t, 0.5)
+    return up(np.hypot(1.0, t + 0.25 / t) / np.sqrt(_like(2.0, t)))
+
+
+def _like(x: float, t: Any) -> Any:
+    """A number in the arithmetic of t."""
+    return lift(x) if is_interval(t) else x
+
+
+def two_largest(row: Any, sigma: Any, n: int) -> Any:
+    r"""The largest ``(sum_i (row sqrt(s) + sigma e_i)^2)^{1/2}`` over token norms e of sum of squares 1.
+
+    s is the sum of the two largest ``e_i^2``, so ``sum_i e_i <= sqrt(2 s) + sqrt((n-2)(1-s))``; what is left,
+    ``sigma^2 + alpha s + beta sqrt(s (1-s))`` with ``alpha = n row^2 + 2 sqrt2 row sigma`` and
+    ``beta = 2 row sigma sqrt(n-2)``, is largest at ``sigma^2 + (alpha + sqrt(alpha^2 + beta^2)) / 2``. n >=
+    2.
+    """
+    unit = max(top(row), top(sigma))
+    if unit == 0.0 or not math.isfinite(unit):
+        return unit
+    row, sigma = row / unit, sigma / unit
+    alpha = n * row * row + 2.0 * np.sqrt(_like(2.0, row)) * row * sigma
+    beta = 2.0 * row * sigma * np.sqrt(_like(n - 2.0, row))
+    return up(unit * np.sqrt(sigma * sigma + 0.5 * (alpha + np.hypot(alpha, beta))))
+
+
+def hoelder_constant(t: Any, p: float) -> Any:
+    r"""``sup_u (E_P |B_y^T u|^{p'})^{1/p'}``, ``1/p + 1/p' = 1``: the norm of K from ``L^p(P)``.
+
+    For ``p >= 2``, ``sqrt(1 + t^2)``: ``p' <= 2`` and ``E |B^T u|^2 = 1 + |g|^2 Var <y, u>``. For ``p = 1``,
+    ``1 + 2 t``. Between, ``|u + <y - m, u> g|^{p'}`` is convex in ``<y, u>`` and, as a power of at least 1
+    of an affine function, in the cosine of u and g: two opposite points and g along u are worst, ``max_q q
+    (1 + 2 t (1-q))^{p'} + (1-q) |1 - 2 t q|^{p'}``. That maximum is bounded cell by cell.
+    """
+    if p >= 2.0:
+        return up(np.hypot(1.0, t))
+    if p == 1.0:
+        return up(1.0 + 2.0 * t)
+    dual = _like(p, t) / (_like(p, t) - 1.0)
+    # E X^{p'} <= E X^2 (max X)^{p'-2}
+    simple = np.exp((np.log1p(t * t) + (dual - 2.0) * np.log1p(2.0 * t)) / dual)
+    scale = np.log1p(2.0 * t)
+
+    def cells(q0: Any, q1: Any) -> Any:
+        first = np.log1p(2.0 * t * (1.0 - q0)) - scale
+        second = np.maximum(np.abs(1.0 - 2.0 * t * q0), np.abs(1.0 - 2.0 * t * q1))
+        with np.errstate(divide="ignore", under="ignore"):
+            return q1 * np.exp(dual * first) + (1.0 - q0) * np.exp(dual * (np.log(second) - scale))
+
+    return up(least(simple, np.exp(scale + np.log(_cell_maximum(cells, like=t)) / dual)))
+
+
+def density_constant(t: Any, n: int | None) -> tuple[Any, Any]:
+    r"""``Psi``: a bound of ``sup_x`` of the norm of ``K_x`` from ``L^2(mu)``, and its logarithm.
+
+    ``Psi^2 = max_{q in [0,1]} min(E_n, q + (1-q) E) (1 + 4 t^2 q (1-q))``, ``E = e^{2t}``,
+    ``E_n = n E / (E + n - 1)`` for n atoms of weight 1/n (E for any measure), here with ``t = G R``, R the
+    radius.
+
+    Proof. Let ``k = dP/dmu = e^{<g, y>}/Z`` be the row's density. ``|<u, K eps>|^2 <= int k^2 |B^T u|^2 dmu
+    |eps|^2 <= (sup k) E_P |B^T u|^2 |eps|^2`` and ``E_P |B^T u|^2 <= 1 + |g|^2 lambda_max(C)``. With
+    ``h = <m, g>/|g| = R (2q - 1)``: ``lambda_max(C) <= tr C <= R^2 - |m|^2 <= R^2 - h^2 = 4 R^2 q (1-q)``.
+    Since ``int dmu = 1 = E_P[1/k]``, ``sup k <= e^{|g| R} E_P e^{-<g,y>} <= q + (1-q) e^{2 |g| R}`` (the
+    chord of a convex function); and n atoms have ``n P_j <= n / (1 + (n-1) e^{-2t})``.
+
+    The maximum in closed form: with ``r = 1/E`` and ``b = 4 t^2`` the cubic ``E (1 - (1-r) q)(1 + b q
+    (1-q))`` has its local maximum at the smaller root of ``3 (1-r) b q^2 - 2 (2-r) b q + b - (1-r) = 0``,
+    below 1/2; the two pieces meet at ``q* = 1/(1 + (n-1) r)``, and the first increases up to ``min(q*,
+    1/2)``.
+    """
+    r, rest = np.exp(-2.0 * t), -np.expm1(-2.0 * t)
+    b = 4.0 * t * t
+    meet = 0.0 if n is None else 1.0 / (1.0 + (n - 1.0) * r)
+    if n is not None and top(meet) >= 0.5:
+        # E_n = n q*, a bound for every q
+        value = up(np.maximum(n * meet * (1.0 + t * t), 1.0))
+        return np.sqrt(value), 0.5 * np.log(value)
+    # where the maximum stands is a float near the root; the slope there says how far above the maximum may be
+    q = float(np.clip(_density_peak(top(r), top(rest), top(b)), min(1.0, top(meet)), 1.0))
+    q = meet if q <= top(meet) else q
+    # f(1) = 1 never exceeds f(0) = E; the value at q* is E_n (1 + b q* (1 - q*))
+    scaled = (1.0 - rest * q) * (1.0 + b * q * (1.0 - q))
+    if is_interval(t):
+        scaled = scaled + _density_excess(rest, b, q, meet)
+    log_value = t + 0.5 * log(up(scaled))
+    log_value = log_value if is_interval(t) else log_value + 1e-15 * t
+    return up(safe_exp(log_value)), log_value
+
+
+def _density_peak(r: float, rest: float, b: float) -> float:
+    """The local maximum of ``(1 - (1-r) q)(1 + b q (1-q))``, 0 where it falls from the start."""
+    if b <= rest:
+        return 0.0
+    # in units of b, whose square may overflow
+    half = 2.0 - r
+    root = half * half - 3.0 * rest * (1.0 - rest / b)
+    return (half - math.sqrt(max(root, 0.0))) / (3.0 * rest)
+
+
+def _density_excess(rest: Any, b: Any, q: Any, meet: Any) -> Any:
+    r"""At least what the maximum over ``[q*, 1]`` of the cubic ``f`` of :func:`density_constant` exceeds ``f(q)`` by.
+
+    ``f'' = -2 rest b (1 - 2q) - 2 b (1 - rest q) <= 0`` for ``q <= 1/2``, and f falls beyond 1/2 whatever b is, so f is below
+    its tangent at q on ``[q*, 1/2]``: ``f <= f(q) + max(f'(q) (1/2 - q), f'(q) (q* - q), 0)``.
+    """
+    slope = -rest * (1.0 + b * q * (1.0 - q)) + (1.0 - rest * q) * b * (1.0 - 2.0 * q)
+    return np.maximum(0.0, np.maximum(slope * np.maximum(0.5 - q, 0.0), -slope * np.maximum(q - meet, 0.0)))
+
+
+def density_constant_p(t: Any, n: int | None, p: float) -> tuple[Any, Any]:
+    r"""``Psi_p`` for ``p >= 2``, and its logarithm.
+
+    ``Psi_p^p = max_q min(E_n, q + (1-q) E) (1 + 4 t^2 q (1-q))^{p/2}``.
+
+    ``|K eps|^p <= (E_P |B^T u|^{p'})^{p/p'} E_P |eps|^p`` with ``p' <= 2``, and ``E_P |eps|^p <= sup k int
+    |eps|^p dmu``. The maximum is bounded cell by cell.
+    """
+    if math.isinf(p):
+        return hoelder_constant(t, p), log(hoelder_constant(t, p))
+    if p == 2.0:
+        return density_constant(t, n)
+    r = np.exp(-2.0 * t)
+    # in units of E
+    log_cap = math.inf if n is None else np.log(_like(n, t)) - np.log1p((n - 1.0) * r) - 2.0 * t
+
+    def cells(q0: Any, q1: Any) -> Any:
+        middle = np.clip(0.5, q0, q1)
+        first = np.minimum(np.log1p(-(1.0 - r) * q0), log_cap)
+        share = 2.0 * np.sqrt(middle * (1.0 - middle))
+        # beyond 1e100 the 1 is below rounding, and the square would overflow
+        large = top(t) >= 1e100
+        spread = 2.0 * (np.log(t) + np.log(np.maximum(share, 1.0 / t))) if large else np.log1p((t * share) ** 2)
+        return first / p + 0.5 * spread
+
+    # the logarithms are of size 2 t, and so is their rounding
+    log_value = 2.0 * t / p + _cell_maximum(cells, like=t)
+    log_value = log_value if is_interval(t) else log_value + 1e-15 * (1.0 + t)
+    return up(safe_exp(log_value)), log_value
+
+
+def _cell_maximum(cells: Callable[[Any, Any], Any], *, like: Any) -> Any:
+    """An upper bound of the maximum over [0, 1] of a function that ``cells(q0, q1)`` bounds on each cell.
+
+    The 64 largest cells are split once more; the others keep their bound. ``like`` is a number of the arithmetic used.
+    """
+
+    def bound(q0: Array, q1: Array) -> Array:
+        return np.asarray(upper(cells(lift(q0), lift(q1)) if is_interval(like) else cells(q0, q1)))
+
+    edges = np.linspace(0.0, 1.0, CELLS + 1)
+    values = bound(edges[:-1], edges[1:])
+    order = np.argsort(values)
+    best = order[-64:]
+    fine = edges[best, None] + np.linspace(0.0, 1.0, 129) * (edges[best + 1] - edges[best])[:, None]
+    fine[:, -1] = edges[best + 1]
+    found = max(float(values[order[-65]]), float(bound(fine[:, :-1].ravel(), fine[:, 1:].ravel()).max()))
+    return _like(found, like)

@@ -1,0 +1,344 @@
+r"""What a row of softmax attention can see: the logit of a token with itself, and the spread of its row.
+
+Everything is scaled to the unit ball: tokens are ``x = center + R z`` with ``|z| <= 1``, logits ``<g(z), z'>`` with
+``g(z) = A z + c`` (a shift of all tokens only changes the vector c, up to terms that the softmax cancels), and
+``a = ||A||`` is the dimensionless ``||A|| R^2`` of the closed forms.
+
+**S2, extended to biases.** For every real nu, every ``lam > lambda_max(nu A^T A - S)`` with ``S = (A + A^T)/2``, and
+every z, with ``b = c - 2 nu A^T c``,
+
+.. math:: \langle g(z), z\rangle \;\ge\; \nu |g(z)|^2 - \lambda |z|^2 - \nu |c|^2
+          - \tfrac14 b^T (\lambda I - \nu A^T A + S)^{-1} b .
+
+Proof: ``<g,z> - nu |g|^2 + lam |z|^2 = z^T (S - nu A^T A + lam I) z + b^T z - nu |c|^2`` is a convex quadratic in z;
+its minimum is attained at ``-(...)^{-1} b / 2``. (For c = 0, ``lam = lambda_max`` itself is allowed.) The bound is
+affine in ``|g|^2`` and in ``|z|^2``, so its minimum over a cell ``|g| in [g0, g1], |z| in [r0, r1]`` sits at a corner.
+
+**T7.** In row i let ``pi = P_ii``. ``E_P l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
+``H(P) <= h(pi) + (1 - pi) log(n-1)``, so ``E_P l >= l_ii - (1 - pi) [logit pi + log(n-1)]``. With ``s = logit pi`` the
+subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves ``e^{-s} = s + L - 1 =: w``, that is
+``w e^w = (n-1)/e``, and equals w. Hence ``<g_i, m_i> = E_P l >= <g_i, z_i> - tau_n``, ``tau_n = W_0((n-1)/e)``, and
+
+.. math:: \lambda_{\max}(C_i) \le \operatorname{tr} C_i \le 1 - |m_i|^2
+          \le 1 - \bigl((\langle g_i, z_i\rangle - \tau_n)_+ / |g_i|\bigr)^2 .
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import lambertw
+
+from otattn import _validate as check
+from otattn._linalg import bordered, mid, norm_upper, spectral_norm_upper
+from otattn.errors import CertificateError
+from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
+from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
+from otattn.lipschitz.arithmetic.rounding import least, product, top, up
+from otattn.lipschitz.certificate import Statement, multiplier
+from otattn.lipschitz.constants.quadratic import max_norm_product
+from otattn.lipschitz.constants.regions import resolve_domain, see
+from otattn.lipschitz.constants.setting import softmax_form
+from otattn.measures.domains import Ball, Domain
+
+__all__ = [
+    "SelfLogit",
+    "UnitHead",
+    "entropy_gap",
+    "head_of",
+    "least_stretch",
+    "psd_defect",
+    "spread_region",
+    "unit_head",
+]
+
+Array = NDArray[np.float64]
+
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class UnitHead:
+    """A softmax head on the unit ball.
+
+    Attributes
+    ----------
+    A : ndarray (d, d)
+        ``R^2`` times the form of the head (on the subspace that the head sees).
+    c : ndarray (d,)
+        Offset of ``g(z) = A z + c``.
+    a, top : float
+        ``||A||`` and an upper bound of ``max |g|``, outward.
+    v, sigma : float
+        ``||V||`` and an upper bound of ``||V C A||`` over covariances C of measures on the domain.
+    trace_sigma : float
+        ``sup ||V C A|| / tr C`` over all covariances (T0: attained at rank one), at most ``v a``.
+    kappa : float
+        The exponent of the column sums (T5).
+    noise : float
+        What rounding may have done to ``g`` on the ball: the exact gradient is within this of ``A z + c``.
+
+    In exact arithmetic the matrices are balls, the scalars intervals, and ``noise`` is 0.
+    """
+
+    A: Any
+    c: Any
+    a: Any
+    top: Any
+    v: Any
+    sigma: Any
+    trace_sigma: Any
+    kappa: Any
+    noise: float = 0.0
+
+    @property
+    def centred(self) -> bool:
+        """True when ``g`` is linear."""
+        return not self.c.any()
+
+    @property
+    def exact(self) -> bool:
+        """True for ball and interval arithmetic."""
+        return isinstance(self.A, BallMatrix)
+
+
+def unit_head(attention: Any, domain: Domain | float, *, exact: bool = False) -> UnitHead:
+    """The head of an unmasked :class:`SoftmaxAttention` with its tokens scaled to the unit ball.
+
+    Every domain is enclosed by a ball: an ellipsoid ``E z + b`` by the ball of radius ``||E||`` around b, a box or a
+    finite set by a ball around a centre of it. A constant on the ball bounds the constant on the domain; the scalars
+    ``top, sigma, kappa`` are those of the domain itself where they are sharper.
+    """
+    region = resolve_domain(None, domain if isinstance(domain, Domain) else Ball(domain), attention.in_dim)
+    form = softmax_form(attention, masked=False, exact=exact, ball=isinstance(region, Ball))
+    seen = see(form, region)
+    # the unit of length is a float at or above the radius
+    R = top(seen.R)
+    A = form.A * R * R
+    bias = seen.bias
+    if bias is None:
+        c: Any = BallMatrix.exact(np.zeros(len(A))) if exact else np.zeros(len(A))
+    else:
+        c = R * bias
+    loose = 1.0 + form.error
+    a = spectral_norm_upper(A) * loose
+    trace_sigma = least(product(max_norm_product(form.V, A), loose * loose), up(product(seen.v, a)))
+    if not exact:
+        A, c = check.frozen(A), check.frozen(c)
+    # two roundings in each entry of A, one in those of c
+    rounded = 0.0 if exact else _EPS * (float(norm_upper(c)) + 4.0 * float(norm_upper(A)))
+    return UnitHead(
+        A,
+        c,
+        a,
+        up(product(seen.G, R)),
+        seen.v,
+        least(seen.sigma, trace_sigma),
+        trace_sigma,
+        seen.kappa,
+        0.0 if exact else R * seen.bias_error + form.error * a + rounded,
+    )
+
+
+def head_of(statement: Statement) -> UnitHead:
+    """The head of a certificate's statement."""
+    return unit_head(statement.attention, statement.domain, exact=statement.exact)
+
+
+@dataclass(frozen=True, eq=False)
+class SelfLogit:
+    """A family of lower bounds ``<g,z> >= nu |g|^2 - lam |z|^2 - const``, all valid for every z in R^d.
+
+    ``nu`` and ``gap`` are the multipliers, from which :meth:`build` computes ``lam`` and ``const``: they are a certificate.
+    """
+
+    nu: Array
+    gap: Array
+    lam: Array
+    const: Array
+
+    @classmethod
+    def build(cls, head: UnitHead, nu: Array, gap: Array) -> SelfLogit:
+        """The family at ``nu`` with ``lam = lambda_max(nu A^T A - S) + gap`` (``gap`` >= 0; ignored when c = 0).
+
+        ``lam`` and ``const`` are floats; in exact arithmetic each pair is proved, raised where it must be.
+        """
+        A = mid(head.A)
+        S, M = 0.5 * (A + A.T), A.T @ A
+        a = top(head.a)
+        nu, gap = np.broadcast_arrays(np.atleast_1d(nu).astype(float), np.atleast_1d(gap).astype(float))
+        slack = 16 * len(S) * _EPS * (np.abs(nu) * a**2 + a)
+        # g within noise of A z + c moves <g, z> by at most noise, and |g|^2 by noise (2 |g| + noise)
+        loose = head.noise * (1.0 + np.abs(nu) * (2.0 * top(head.top) + head.noise))
+        lam, const = np.empty(len(nu)), np.zeros(len(nu))
+        if head.centred:
+            for k, t in enumerate(nu):
+                lam[k] = np.linalg.eigvalsh(t * M - S)[-1]
+            return cls(nu.copy(), gap.copy(), lam + slack, const + loose)._proved(head)
+        c = mid(head.c)
+        Atc, size = A.T @ c, float(np.linalg.norm(c))
+        last: float | None = None
+        for k in np.argsort(nu, kind="stable"):
+            if last is None or nu[k] != last:
+                theta, basis = np.linalg.eigh(nu[k] * M - S)
+                last = float(nu[k])
+            # exact arithmetic on a matrix within slack/2 of the true one: lam is raised by that much
+            inner = theta[-1] + max(float(gap[k]), 1e-9 * (a * (1 + abs(nu[k]) * a) + size))
+            b = basis.T @ (c - 2 * nu[k] * Atc)
+            lam[k] = inner
+            const[k] = nu[k] * size**2 + 0.25 * float(np.sum(b**2 / (inner - theta)))
+        const = const + 1e-12 * (np.abs(const) + np.abs(nu) * size**2) + loose
+        return cls(nu.copy(), gap.copy(), lam + slack, const)._proved(head)
+
+    def _proved(self, head: UnitHead) -> SelfLogit:
+        """In exact arithmetic: ``lam |z|^2 + const + <g,z> - nu |g|^2 >= 0`` for every z, as a form in ``(z, 1)``."""
+        if not head.exact:
+            return self
+        S, M = 0.5 * (head.A + head.A.T), head.A.T @ head.A
+        lam, const = self.lam.copy(), self.const.copy()
+        k = len(S)
+        for i, nu in enumerate(self.nu):
+            form = S - nu * M
+            if not head.centred:
+                form = bordered(form, 0.5 * head.c - nu * (head.A.T @ head.c))
+            size = top(head.a) * (1.0 + abs(nu) * top(head.a)) + abs(const[i])
+            for step in (0.0, 1e-13, 1e-11, 1e-9):
+                corner = np.diag(np.append(np.full(k, lam[i] + step * size), const[i] + step * size)[: len(form)])
+                if head.centred:
+                    proved = proves_psd(form + corner)
+                else:
+                    square = np.zeros((k + 1, k + 1))
+                    square[k, k] = 1.0
+                    proved = proves_psd(form + corner - (BallMatrix.exact(square) * (nu * (head.c @ head.c))))
+                if proved:
+                    lam[i], const[i] = lam[i] + step * size, const[i] + (0.0 if head.centred else step * size)
+                    break
+            else:
+                raise CertificateError(f"the multiplier nu = {nu:g} could not be confirmed in balls; drop it.")
+        return SelfLogit(self.nu, self.gap, lam, const)
+
+    @classmethod
+    def of(cls, head: UnitHead, multipliers: Mapping[str, Array]) -> SelfLogit:
+        """The family of stored multipliers ``nu`` and ``gap``."""
+        nu = multiplier(multipliers, "nu", multipliers["nu"].shape)
+        return cls.build(head, nu, multiplier(multipliers, "gap", nu.shape, sign=True))
+
+    @classmethod
+    def default(cls, head: UnitHead, *, count: int = 200) -> SelfLogit:
+        """A geometric family of both signs of nu, pruned to the members that win somewhere on ``(|g|, |z|)``."""
+        if head.a == 0.0:
+            # g = c: <c, z> >= -|c| |z|, left to the trivial bound of `lower`
+            return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, np.inf))
+        unit = np.concatenate([-np.geomspace(0.02, 50.0, count // 4), [0.0], np.geomspace(0.01, 300.0, count)])
+        nu = np.append(unit, 1.0) / head.a
+        gap = np.zeros(1)
+        if not head.centred:
+            gap = np.geomspace(1e-3, 30.0, 14) * float(norm_upper(head.c))
+        pairs = np.array([(t, e) for t in nu for e in gap])
+        family = cls.build(head, pairs[:, 0], pairs[:, 1])
+        g, r = (x.ravel() for x in np.meshgrid(np.linspace(0, head.top, 40), np.linspace(0, 1, 40)))
+        value = family.nu * g[:, None] ** 2 - family.lam * r[:, None] ** 2 - family.const
+        # at a pair (|g|, |z|) that no z attains the dual grows without bound: its winners are of no use
+        attained = value.max(axis=1) <= g * r + 1e-6 * head.top
+        anywhere = family.nu * g[:, None] ** 2 - np.maximum(family.lam, 0.0) - family.const
+        winners = np.concatenate([value[attained].argmax(axis=1), anywhere[:40].argmax(axis=1)])
+        return family.take(np.unique(winners))
+
+    def take(self, index: Array) -> SelfLogit:
+        """The members at ``index``."""
+        return SelfLogit(*(x[index] for x in (self.nu, self.gap, self.lam, self.const)))
+
+    def decisive(self, g0: Array, g1: Array) -> SelfLogit:
+        """The members that :meth:`lower` takes on these cells of ``|g|``, for all z of the ball."""
+        quad = np.where(self.nu >= 0, self.nu * (g0**2)[:, None], self.nu * (g1**2)[:, None])
+        return self.take(np.unique((quad - np.maximum(self.lam, 0.0) - self.const).argmax(axis=1)))
+
+    def join(self, other: SelfLogit) -> SelfLogit:
+        """Both families together."""
+        return SelfLogit(
+            *(np.concatenate([getattr(self, k), getattr(other, k)]) for k in ("nu", "gap", "lam", "const"))
+        )
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """``(nu, lam, const)``."""
+        return self.nu, self.lam, self.const
+
+    def lower(self, g0: Any, g1: Any, r0: Any = 0.0, r1: Any = 1.0) -> Any:
+        """Lower bound of ``<g(z), z>`` on each cell ``|g| in [g0, g1], |z| in [r0, r1]`` (shape of ``g0``)."""
+        best = -(g1 * r1)
+        for nu, lam, const in zip(*self.arrays, strict=True):
+            quad = nu * (g0 if nu >= 0 else g1) ** 2
+            best = np.maximum(best, quad - lam * np.square(r1 if lam >= 0 else r0) - const)
+        return best
+
+
+def entropy_gap(n: int) -> float:
+    """``tau_n = W_0((n-1)/e)``, never below the exact number (0 for a single token).
+
+    ``w + log w`` increases, and equals ``log(n-1) - 1`` at tau: a w that exceeds it in interval arithmetic is above tau.
+    """
+    if n == 1:
+        return 0.0
+    w = float(lambertw((n - 1) / math.e).real)
+    w = w * (1 + 1e-13) + 1e-300
+    target = np.log(lift(float(n - 1))) - 1.0
+    while not float(lower(lift(w) + np.log(lift(w)) - target)) >= 0.0:
+        w *= 1 + 1e-14
+    return w
+
+
+def spread_region(head: UnitHead, n: int, family: SelfLogit, edges: Array) -> tuple[Array, Array]:
+    """Corners ``(gamma, spread)`` of what T7 allows, on the cells of ``|g| / top`` that ``edges`` bound.
+
+    Every row of every configuration of n tokens has ``|g_i| <= gamma_k`` and ``tr C_i <= spread_k`` for one k;
+    dominated corners are dropped.
+    """
+    if edges.ndim != 1 or edges.size < 2 or edges[0] != 0.0 or edges[-1] != 1.0 or not (np.diff(edges) > 0).all():
+        raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
+    g0, g1 = head.top * edges[:-1], head.top * edges[1:]
+    low = family.lower(g0, g1) - (0.0 if head.exact else 1e-12 * head.top)
+    excess = np.maximum(low - entropy_gap(n), 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = np.where(g1 > 0, 1.0 - (excess / g1) ** 2, 1.0)
+    # <g, z> <= |g|: a cell with a larger lower bound is empty
+    empty = lower(low) > upper(g1) * (1.0 if head.exact else 1 + 1e-12)
+    gamma, spread = upper(g1)[~empty], np.clip(upper(spread)[~empty] + 1e-14, 0.0, 1.0)
+    above = np.maximum.accumulate(spread[::-1])[::-1]
+    front = np.append(spread[:-1] > above[1:], True)
+    return gamma[front], spread[front]
+
+
+def least_stretch(head: UnitHead) -> float:
+    """A number at or below the least singular value of A."""
+    A, a = mid(head.A), top(head.a)
+    s = float(np.linalg.svd(A, compute_uv=False)[-1])
+    for margin in (16.0, 1e3, 1e5):
+        low = max(0.0, s - margin * len(A) * 2.3e-16 * a - head.noise)
+        if not head.exact or low == 0.0:
+            return low
+        if proves_psd(head.A.T @ head.A - BallMatrix.exact(np.eye(len(A))) * (lift(low) * lift(low))):
+            return low
+    return 0.0
+
+
+def psd_defect(head: UnitHead) -> float:
+    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 and ``psd`` do not apply then)."""
+    A, a = mid(head.A), top(head.a)
+    skew = top(norm_upper(head.A - head.A.T)) / 2
+    if a == 0.0 or skew > 1e-10 * a:
+        return math.inf
+    low = float(np.linalg.eigvalsh(0.5 * (A + A.T))[0])
+    for margin in (16.0, 1e3, 1e5):
+        below = max(0.0, -low) + margin * len(A) * 2.3e-16 * a
+        defect = (skew + below + head.noise) * (1.0 + 1e-12)
+        if defect > 1e-10 * a:
+            break
+        if not head.exact or proves_psd(0.5 * (head.A + head.A.T) + BallMatrix.exact(below * np.eye(len(A)))):
+            return defect
+    return math.inf

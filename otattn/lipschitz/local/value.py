@@ -1,0 +1,290 @@
+"""Local Lipschitz constants of the token map at a measure, in W_1, W_2 and W_inf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from otattn import _validate as check
+from otattn._tabular import html_table
+from otattn.attention import AttentionMap
+from otattn.attention.base import Measure
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.local.mixed_norms import mixed_local
+from otattn.measures import Domain
+from otattn.operators import measure_jacobian, top_singular
+
+__all__ = ["LocalLipschitz", "local_lipschitz", "splitting_part"]
+
+Array = NDArray[np.float64]
+_TOO_LARGE = "the derivative must fit in float64; scale the tokens, A or V down."
+DENSE_ENTRIES = 40_000
+"""Jacobians of at most this many entries are decomposed densely."""
+FIELD_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class LocalLipschitz:
+    """The local Lipschitz constant at a measure, with its parts and its witness.
+
+    Attributes
+    ----------
+    value : float
+        The constant for uniformly small displacements, ``max(particle, splitting)`` for p = 2 (and ``far_mass`` where
+        a domain was given); for p = 1 and inf the lower value of an interval.
+    lower, upper : float
+        ``lower <= constant <= upper``; equal up to the error bar for p = 2.
+    particle : float
+        Atoms move as wholes: the norm of ``W^{1/2} J W^{-1/2}``, for equal weights that of the Jacobian.
+    splitting : float
+        An atom splits, its parts move apart: ``max_i ||D_x Gamma_mu(x_i)||``.
+    far_mass : float or None
+        ``sup_y ||D_x Gamma_mu(y)||`` over the domain, from below.
+    left, right : ndarray (n, e), (n, d)
+        Top singular vectors of ``W^{1/2} J W^{-1/2}`` (p = 2), the extremal direction otherwise.
+    residual : float
+        ``|J^T J v - sigma^2 v| / sigma^2``, evaluated in float64 (0 for a dense decomposition).
+    iterations : int
+        Products with the operator (0 for a dense decomposition).
+    """
+
+    value: float
+    lower: float
+    upper: float
+    particle: float
+    splitting: float
+    far_mass: float | None
+    left: Array
+    right: Array
+    residual: float
+    iterations: int
+    p: float
+    attention: AttentionMap
+    mu: Measure
+
+    def displacement(self) -> Array:
+        """The extremal token displacement ``W^{-1/2} right``, ``(n, d)``; zero on atoms of zero weight."""
+        w = self.mu.weights[:, None]
+        return np.divide(self.right, np.sqrt(w), out=np.zeros_like(self.right), where=w > 0)
+
+    def bound(self) -> Bound:
+        """The constant as a :class:`Bound` of kind "local"."""
+        details = {"particle": self.particle, "splitting": self.splitting, "residual": self.residual}
+        return Bound(
+            self.value,
+            "local",
+            "otattn, local constant",
+            self.p,
+            self.mu,
+            self.mu.n,
+            self.displacement(),
+            details,
+        )
+
+    def verify(self) -> bool:
+        """Recompute the particle part from the stored vectors: ``|J right| = particle`` up to 1e-6."""
+        if self.p != 2.0:
+            return self.lower <= self.upper * (1 + 1e-12)
+        live = self.mu.weights > 0
+        J = self.attention.jacobian(self.mu.support()).reweighted(self.mu.weights[live])
+        return abs(float(np.linalg.norm(J.jvp(self.right[live]))) - self.particle) <= 1e-6 * max(self.particle, 1e-300)
+
+    def _repr_html_(self) -> str:
+        names = ("value", "particle", "splitting", "far_mass", "residual", "p")
+        return html_table([{**{name: getattr(self, name) for name in names}, "n": self.mu.n}])
+
+    def __repr__(self) -> str:
+        return (
+            f"LocalLipschitz({self.value:.6g}, p={self.p:g}, particle={self.particle:.6g}, "
+            f"splitting={self.splitting:.6g}, n={self.mu.n})"
+        )
+
+
+def local_lipschitz(
+    attention: AttentionMap,
+    mu: Any,
+    *,
+    p: float = 2,
+    tol: float = 1e-8,
+    domain: Domain | None = None,
+    rng: np.random.Generator | int = 0,
+) -> LocalLipschitz:
+    r"""The local Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu`` in the W_p metric.
+
+    .. math:: \lim_{r \to 0} \sup \{ W_p(F(\mu), F(\nu)) / W_p(\mu, \nu) \}
+
+    over measures obtained from ``mu`` by moving (and splitting) its atoms by at most r. For p = 2 it is the maximum of
+    two norms: the symmetric sector, where atoms move as wholes (``particle``), and the antisymmetric one, where parts of
+    an atom move in opposite directions, Gamma does not change to first order and the parts follow the field
+    (``splitting``). For p = 1 and inf the two add up atom by atom and what remains is the maximum of a convex function
+    on a sphere: a value from below by ascent and one from above by duality are returned.
+
+    Parameters
+    ----------
+    attention : AttentionMap
+    mu : measure or array_like (n, d)
+    p : {1, 2, inf}
+    tol : float
+        Largest relative error of the top singular value, by its residual (p = 2).
+    domain : Domain, optional
+        Also look for ``far_mass``: a W_2-small perturbation may send a tiny mass anywhere in the domain, whose images
+        separate with ``||D_x Gamma_mu(y)||``.
+    rng : Generator or int
+        Starting vectors.
+
+    Raises
+    ------
+    ConvergenceError
+        The singular value solver did not reach ``tol``; the message gives the value reached (a lower value).
+
+    Examples
+    --------
+    >>> from otattn.attention import LinearAttention
+    >>> skew = LinearAttention([[0.0, 1.0], [-1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]])
+    >>> local = local_lipschitz(skew, [[1.0, 0.0]])
+    >>> round(local.particle, 12), round(local.splitting, 12)
+    (0.0, 1.0)
+
+    References
+    ----------
+    Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024 (particle part); the splitting part is ours.
+    """
+    order = check.check_order(p)
+    check.positive(tol, "tol")
+    measure = attention.as_measure(mu)
+    live = measure.weights > 0
+    support = measure.support()
+    check.moderate(support.points, "mu")
+    generator = check.rng_from(rng)
+    if order not in (1.0, 2.0, np.inf):
+        raise ValueError(f"p must be 1, 2 or inf for a local constant, received {p!r}.")
+    residual, iterations = 0.0, 0
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+            if order == 2.0:
+                lower, bar, u, v, residual, iterations = _top_singular(attention, support, tol, generator)
+                particle, upper = lower, lower + bar
+            else:
+                lower, upper, particle, u, v = mixed_local(attention, support, order, generator)
+            splitting = splitting_part(attention, support)
+    except np.linalg.LinAlgError as exc:
+        raise OverflowError(_TOO_LARGE) from exc
+    if not np.isfinite([lower, upper, particle, splitting]).all():
+        raise OverflowError(_TOO_LARGE)
+    far = None if domain is None else max(splitting, far_mass(attention, measure, domain, rng=generator))
+    lower, upper = max(lower, splitting), max(upper, splitting)
+    if far is not None:  # found from below: nothing is known from above
+        lower, upper = max(lower, far), np.inf
+    left, right = np.zeros((measure.n, u.shape[1])), np.zeros((measure.n, v.shape[1]))
+    left[live], right[live] = u, v
+    return LocalLipschitz(
+        lower,
+        lower,
+        float(upper),
+        particle,
+        splitting,
+        far,
+        check.frozen(left),
+        check.frozen(right),
+        residual,
+        iterations,
+        order,
+        attention,
+        measure,
+    )
+
+
+def splitting_part(attention: AttentionMap, mu: Measure) -> float:
+    """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks."""
+    d = mu.dim
+    e = d if attention.out_dim is None else attention.out_dim
+    rows = max(1, FIELD_BYTES // (8 * d * e))
+    best = 0.0
+    for start in range(0, mu.n, rows):
+        part = slice(start, start + rows)
+        times = mu.times[part] if attention.causal else None  # type: ignore[union-attr]
+        best = _largest_norm(attention.field_jacobian(mu.points[part], mu, times=times), best)
+    return float(best)
+
+
+def _largest_norm(D: Array, floor: float) -> float:
+    """``max(floor, max_i ||D_i||)``, of as few decompositions as it takes: ``||D||^2 <= ||D D^T||_F``."""
+    scale = float(np.abs(D).max(initial=0.0))
+    if scale == 0.0:
+        return floor
+    Z = D / scale
+    grams = Z @ np.swapaxes(Z, 1, 2) if D.shape[1] <= D.shape[2] else np.swapaxes(Z, 1, 2) @ Z
+    bound = scale * np.sqrt(np.linalg.norm(grams, axis=(1, 2))) * (1.0 + 1e-12)
+    order = np.argsort(-bound, kind="stable")
+    for start in range(0, len(order), 8):
+        some = order[start : start + 8]
+        if not bound[some[0]] > floor:
+            break
+        floor = max(floor, float(field_norms(D[some]).max()))
+    return floor
+
+
+def field_norms(D: Array) -> Array:
+    """Spectral norms of a stack ``(m, e, d)``: from the smaller Gram matrix where that is much smaller."""
+    e, d = D.shape[1:]
+    if max(e, d) <= 4 * min(e, d):
+        return np.asarray(np.linalg.norm(D, ord=2, axis=(1, 2)))
+    scale = np.abs(D).max(axis=(1, 2), keepdims=True)
+    Z = D / np.where(scale > 0, scale, 1.0)
+    gram = Z @ np.swapaxes(Z, 1, 2) if e < d else np.swapaxes(Z, 1, 2) @ Z
+    return np.asarray(np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[:, -1], 0.0)) * scale[:, 0, 0])
+
+
+def _top_singular(
+    attention: AttentionMap, mu: Measure, tol: float, rng: np.random.Generator
+) -> tuple[float, float, Array, Array, float, int]:
+    """Top singular triple of ``W^{1/2} J W^{-1/2}``: sigma, its error bar, u, v, relative residual, products."""
+    n, d = mu.n, mu.dim
+    e = d if attention.out_dim is None else attention.out_dim
+    if n * d * n * e <= DENSE_ENTRIES:
+        J = attention.jacobian(mu).reweighted(mu.weights)
+        U, s, Vt = np.linalg.svd(J.to_dense(), full_matrices=False)
+        bar = 8.0 * max(J.shape) * float(np.finfo(np.float64).eps) * float(s[0])
+        return float(s[0]), bar, U[:, 0].reshape(n, e), Vt[0].reshape(n, d), 0.0, 0
+    top = top_singular(measure_jacobian(attention, mu), precision="precise", tol=tol, rng=rng)
+    return (
+        top.value,
+        top.error_bar,
+        top.left.reshape(n, e),
+        top.right.reshape(n, d),
+        top.residual,
+        top.iterations,
+    )
+
+
+def far_mass(
+    attention: AttentionMap, mu: Any, domain: Domain, *, rng: np.random.Generator | int = 0, starts: int = 32
+) -> float:
+    """A value from below of ``sup_{y in domain} ||D_x Gamma_mu(y)||``: the best of atoms, random points and ascents."""
+    measure = attention.as_measure(mu)
+    if attention.causal:
+        raise ValueError("far_mass is defined for maps without a mask; a causal map compares slices of equal time.")
+    generator = check.rng_from(rng)
+    d = measure.dim
+    if domain.dim is None:
+        free = generator.standard_normal((starts, d))
+        drawn = domain.project(1e3 * free) * generator.random((starts, 1)) ** (1.0 / d)
+    else:
+        drawn = domain.sample(starts, generator)
+    centre = measure.weights @ measure.points
+    pairs = 0.5 * (measure.points + measure.points[generator.permutation(measure.n)])
+    cand = domain.project(np.concatenate([measure.points, drawn, centre[None], pairs, np.zeros((1, d))]))
+    norms = field_norms(attention.field_jacobian(cand, measure))
+    best = float(norms.max())
+
+    def objective(y: Array) -> float:
+        return -float(field_norms(attention.field_jacobian(domain.project(y[None]), measure))[0])
+
+    for i in np.argsort(norms)[::-1][:4]:
+        result = minimize(objective, cand[i], method="L-BFGS-B", options={"maxiter": 30})
+        best = max(best, -float(result.fun))
+    return best

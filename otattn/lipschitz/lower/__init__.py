@@ -1,0 +1,1 @@
+"""Lower bounds: measures that attain them, and the searches that find those."""

@@ -1,0 +1,304 @@
+"""Ascent of local constants over measures with few atoms: batches of starts, analytic gradients, L-BFGS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.lipschitz.lower.charts import Chart
+from otattn.lipschitz.lower.clusters import Configuration, split_gradient
+from otattn.lipschitz.lower.forms import Form
+
+__all__ = ["Candidates", "ascend", "evaluate", "lbfgs", "round_multiplicities"]
+
+Array = NDArray[np.float64]
+Weighting = Literal["fixed", "free", "tokens"]
+
+LOG_WEIGHT_FLOOR = -650.0
+"""Log-weights relative to the heaviest atom: ``e^-650`` is the smallest weight that is used (floats end at e^-708)."""
+
+_STEEPEST = 1e8
+"""Logarithmic slopes are cut off here; those of a good witness are about ``||A|| R^2``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """A batch of measures with equally many atoms: latents ``(B, c, k)`` of a chart and log-weights ``(B, c)``.
+
+    With n tokens the weights are ``counts / n`` and ``log_weights = log(counts)``.
+    """
+
+    latents: Array
+    log_weights: Array
+
+    @property
+    def size(self) -> int:
+        """Number B of measures."""
+        return int(self.latents.shape[0])
+
+    @property
+    def atoms(self) -> int:
+        """Number c of atoms."""
+        return int(self.latents.shape[1])
+
+    def take(self, index: NDArray[np.int64]) -> Candidates:
+        """The chosen measures."""
+        return Candidates(self.latents[index], self.log_weights[index])
+
+    def joined(self, other: Candidates) -> Candidates:
+        """Both batches."""
+        return Candidates(
+            np.concatenate([self.latents, other.latents]),
+            np.concatenate([self.log_weights, other.log_weights]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Objective:
+    """``-log`` of the symmetric part (or of the field at one atom) in free parameters, with its gradient."""
+
+    forms: tuple[Form, ...]
+    chart: Chart
+    weighting: Weighting
+    n: int | None
+    fixed: Array
+    split_atom: int | None
+    hidden: NDArray[np.bool_] | None = None
+
+    def pack(self, c: Candidates) -> Array:
+        omega = self.chart.parameters(c.latents).reshape(c.size, -1)
+        if self.weighting == "fixed":
+            return omega
+        if self.weighting == "free":
+            lw = c.log_weights - c.log_weights.max(axis=1, keepdims=True)
+            return np.concatenate([omega, np.maximum(lw, LOG_WEIGHT_FLOOR)], axis=1)
+        # counts = 1 + (n - c) softmax(eta); a count of one sits at eta = log 0.1 instead of -inf
+        return np.concatenate([omega, np.log(np.maximum(np.exp(c.log_weights) - 1.0, 0.1))], axis=1)
+
+    def unpack(self, x: Array) -> tuple[Array, Array, Array]:
+        """``omega``, log-weights, and for tokens the shares ``softmax(eta)``."""
+        B, c = len(x), self.fixed.shape[1]
+        k = self.chart.latent_dim
+        omega = x[:, : c * k].reshape(B, c, k)
+        if self.weighting == "fixed":
+            return omega, self.fixed, self.fixed
+        eta = x[:, c * k :]
+        if self.weighting == "free":
+            return omega, eta, eta
+        share = np.exp(eta - eta.max(axis=1, keepdims=True))
+        share /= share.sum(axis=1, keepdims=True)
+        assert self.n is not None
+        return omega, np.log(1.0 + (self.n - c) * share), share
+
+    def candidates(self, x: Array) -> Candidates:
+        omega, lw, _ = self.unpack(x)
+        return Candidates(self.chart.latents(omega), lw)
+
+    def take(self, index: NDArray[np.int64]) -> _Objective:
+        return _Objective(
+            self.forms, self.chart, self.weighting, self.n, self.fixed[index], self.split_atom, self.hidden
+        )
+
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        omega, lw, share = self.unpack(x)
+        chart = self.chart
+        z = chart.latents(omega)
+        batch = Configuration(self.forms, z @ chart.E.T, lw, hidden=self.hidden)
+        if self.split_atom is None:
+            normals = chart.normals(z)
+            value, u, v = batch.top(normals, exact=False)
+            gX, gw = batch.gradient(u, v)
+            gz = gX @ chart.E
+            if normals is not None:
+                gz += chart.normal_gradient(z, batch.rmatvec(u), v)
+        else:
+            atoms = np.full(len(x), self.split_atom)
+            value = np.linalg.norm(batch.fields()[:, self.split_atom], 2, axis=(1, 2))
+            gX, gw = split_gradient(batch, atoms)
+            gz = gX @ chart.E
+        scale = -1.0 / np.maximum(value, 1e-300)
+        parts = [chart.pull(omega, gz).reshape(len(x), -1)]
+        if self.weighting == "free":
+            parts.append(gw)
+        elif self.weighting == "tokens":
+            # d log counts_k = (n - c) d share_k / counts_k
+            assert self.n is not None
+            back = gw * (self.n - lw.shape[1]) / np.exp(lw)
+            parts.append(share * (back - np.sum(share * back, axis=1, keepdims=True)))
+        gradient = np.concatenate(parts, axis=1) * scale[:, None]
+        bad = ~np.isfinite(gradient).all(axis=1) | ~(value > 0.0)
+        gradient[bad] = 0.0
+        # a start of tiny value beside a huge entry of the matrix: keep the direction
+        size = np.abs(gradient).max(axis=1, keepdims=True)
+        gradient *= np.minimum(1.0, _STEEPEST / np.maximum(size, 1e-300))
+        return np.where(value > 0.0, -np.log(np.maximum(value, 1e-300)), 700.0), gradient
+
+
+def evaluate(
+    forms: tuple[Form, ...],
+    chart: Chart,
+    candidates: Candidates,
+    *,
+    can_split: NDArray[np.bool_] | None = None,
+    hidden: NDArray[np.bool_] | None = None,
+) -> tuple[Array, Array]:
+    """Symmetric part ``(B,)`` and field norms ``(B, c)`` of a batch (zero where ``can_split`` is False)."""
+    batch = Configuration(forms, candidates.latents @ chart.E.T, candidates.log_weights, hidden=hidden)
+    normals = chart.normals(candidates.latents)
+    fields = batch.fields()
+    if normals is not None:
+        fields = fields - (fields @ normals[..., None]) * normals[:, :, None, :]
+    norms = np.linalg.norm(fields, 2, axis=(2, 3))
+    if can_split is not None:
+        norms = np.where(can_split, norms, 0.0)
+    return batch.top(normals, exact=False)[0], norms
+
+
+def ascend(
+    forms: tuple[Form, ...],
+    chart: Chart,
+    starts: Candidates,
+    *,
+    weighting: Weighting,
+    n: int | None = None,
+    steps: int,
+    split_atom: int | None = None,
+    hidden: NDArray[np.bool_] | None = None,
+) -> tuple[Array, Candidates]:
+    """Ascend every start of a batch by L-BFGS in smooth parameters of the domain.
+
+    Parameters
+    ----------
+    forms : tuple of Form
+        In the reduced coordinates of ``chart``.
+    weighting : {"fixed", "free", "tokens"}
+        Keep the weights, move them freely, or move them as ``(1 + (n - c) softmax) / n``.
+    split_atom : int, optional
+        Ascend ``||V C_k A||`` at that atom instead of the symmetric part.
+    hidden : ndarray (c, c) of bool, optional
+        Pairs (row, atom) that a causal mask hides.
+
+    Returns
+    -------
+    values, candidates : ndarray (B,), Candidates
+        The symmetric parts (or field norms) reached, never below those of the starts up to the boundary margin.
+    """
+    objective = _Objective(forms, chart, weighting, n, starts.log_weights, split_atom, hidden)
+    x, f = lbfgs(objective, objective.pack(starts), steps=steps, floor=LOG_WEIGHT_FLOOR)
+    return np.exp(-f), objective.candidates(x)
+
+
+def lbfgs(
+    objective: Callable[[Array], tuple[Array, Array]],
+    x0: Array,
+    *,
+    steps: int,
+    memory: int = 8,
+    floor: float = -np.inf,
+) -> tuple[Array, Array]:
+    """Minimise a batch of functions at once; rows are independent problems ``(B, p)``.
+
+    Limited-memory BFGS with backtracking on every row separately, all rows evaluated together. An objective may have
+    a method ``take`` to evaluate a subset of its rows. Rows that no step improves are dropped.
+
+    Returns the best points ``(B, p)`` and their values ``(B,)``.
+    """
+    x = np.maximum(x0, floor)
+    f, g = objective(x)
+    best_x, best_f = x.copy(), f.copy()
+    live = np.arange(len(x))
+    active = objective
+    S: list[Array] = []
+    Y: list[Array] = []
+    length = np.full(len(x), 0.1)
+    for _ in range(steps):
+        direction = -_two_loop(g, S, Y)
+        slope = np.sum(direction * g, axis=1)
+        uphill = ~(slope < 0.0)
+        direction[uphill], slope[uphill] = -g[uphill], -np.sum(g[uphill] ** 2, axis=1)
+        size = np.linalg.norm(direction, axis=1)
+        t = np.minimum(1.0 if S else np.inf, length / np.maximum(size, 1e-300))
+        done = np.zeros(len(x), dtype=bool)
+        new_x, new_f, new_g = x.copy(), f.copy(), g.copy()
+        for _ in range(6):
+            todo = np.flatnonzero(~done)
+            if not len(todo):
+                break
+            trial = np.maximum(x[todo] + t[todo, None] * direction[todo], floor)
+            part = active.take(todo) if hasattr(active, "take") else active
+            ft, gt = part(trial)
+            good = ft <= f[todo] + 1e-4 * t[todo] * slope[todo]
+            hit = todo[good]
+            new_x[hit], new_f[hit], new_g[hit] = trial[good], ft[good], gt[good]
+            done[hit] = True
+            t[todo[~good]] *= 0.25
+        s, y = new_x - x, new_g - g
+        # differences of flat stretches are rounding: their curvature would blow the next direction up
+        steep = np.linalg.norm(y, axis=1)
+        curved = (np.sum(s * y, axis=1) > 1e-12 * np.linalg.norm(s, axis=1) * steep) & (steep > 1e-13)
+        s[~curved], y[~curved] = 0.0, 0.0
+        S, Y = [*S[-(memory - 1) :], s], [*Y[-(memory - 1) :], y]
+        moved = np.linalg.norm(new_x - x, axis=1)
+        length = np.where(done, np.clip(2.0 * moved, 0.05, 1.0), np.maximum(0.1 * length, 1e-12))
+        # a failed row forgets its curvature once; when the plain gradient fails as well it is finished
+        for h in (*S, *Y):
+            h[~done] = 0.0
+        finished = (~done & (length < 1e-7)) | (done & (f - new_f <= 1e-13 * np.maximum(1.0, np.abs(f))))
+        x, f, g = new_x, new_f, new_g
+        better = f < best_f[live]
+        best_x[live[better]], best_f[live[better]] = x[better], f[better]
+        if finished.any():
+            keep = np.flatnonzero(~finished)
+            if not len(keep):
+                break
+            live, x, f, g, length = live[keep], x[keep], f[keep], g[keep], length[keep]
+            S, Y = [h[keep] for h in S], [h[keep] for h in Y]
+            active = active.take(keep) if hasattr(active, "take") else active
+    return best_x, best_f
+
+
+def _two_loop(g: Array, S: list[Array], Y: list[Array]) -> Array:
+    """The L-BFGS inverse Hessian times ``g``, row by row; pairs set to zero are skipped."""
+    q = g.copy()
+    sy = [np.sum(s * y, axis=1) for s, y in zip(S, Y, strict=True)]
+    coefficients = []
+    for s, y, c in zip(reversed(S), reversed(Y), reversed(sy), strict=True):
+        a = np.where(c > 0.0, np.sum(s * q, axis=1) / np.where(c > 0.0, c, 1.0), 0.0)
+        q -= a[:, None] * y
+        coefficients.append(a)
+    gamma = np.ones(len(g))
+    for y, c in zip(Y, sy, strict=True):
+        yy = np.sum(y * y, axis=1)
+        gamma = np.where((c > 0.0) & (yy > 0.0), c / np.where(yy > 0.0, yy, 1.0), gamma)
+    q *= gamma[:, None]
+    for s, y, c, a in zip(S, Y, sy, reversed(coefficients), strict=True):
+        b = np.where(c > 0.0, np.sum(y * q, axis=1) / np.where(c > 0.0, c, 1.0), 0.0)
+        q += (a - b)[:, None] * s
+    return q
+
+
+def round_multiplicities(log_counts: Array, n: int) -> Array:
+    """Log-counts ``(B, c)`` of positive integers of sum n nearest to the given ones (largest remainders)."""
+    shares = np.exp(log_counts - log_counts.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    c = shares.shape[1]
+    if c > n:
+        raise ValueError(f"atoms must be at most n = {n}, received {c}; use fewer atoms.")
+    out = np.empty_like(shares)
+    for b, share in enumerate(shares):
+        exact = share * n
+        counts = np.maximum(np.floor(exact), 1.0)
+        missing = int(n - counts.sum())
+        if missing >= 0:
+            order = np.argsort(-(exact - counts), kind="stable")
+            for i in range(missing):
+                counts[order[i % c]] += 1.0
+        else:
+            for _ in range(-missing):
+                counts[int(np.argmax(np.where(counts > 1.0, counts - exact, -np.inf)))] -= 1.0
+        out[b] = counts
+    return np.log(out)

@@ -1,0 +1,242 @@
+"""Ascent of local constants for any attention map, through its Jacobian at explicit measures with few atoms.
+
+Slower than the analytic search on clusters: the gradient is that of a frozen linear functional of the derivatives,
+taken by forward differences over the atoms. For causal maps the atoms are the blocks of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.attention import (
+    AttentionMap,
+    Compose,
+    MaskedAttention,
+    MultiHeadAttention,
+    PointwiseAttention,
+    Residual,
+    SinkhornAttention,
+)
+from otattn.errors import ConvergenceError
+from otattn.lipschitz.lower import mean_field_witnesses as mean_field
+from otattn.lipschitz.lower import witnesses
+from otattn.lipschitz.lower.ascent import LOG_WEIGHT_FLOOR, Candidates, lbfgs, round_multiplicities
+from otattn.lipschitz.lower.charts import Chart
+from otattn.lipschitz.lower.extremal import extremal
+from otattn.lipschitz.lower.forms import Form, forms_of
+from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
+
+__all__ = ["Layout", "hint_forms", "output_pair", "search_explicit"]
+
+Array = NDArray[np.float64]
+
+GRADIENT_LIMIT = 48
+"""Atoms with more coordinates than this in all are ascended along random directions only."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How latents and log-weights of atoms become a measure.
+
+    Attributes
+    ----------
+    kind : {"measure", "slice", "chain", "sequence"}
+        A discrete measure; for causal maps and any measure, the same at one time, or the atoms one after another; for
+        causal maps and n tokens, the sequence whose blocks of equal tokens are the atoms in order.
+    n : int or None
+        Number of tokens: log-weights are logarithms of counts.
+    """
+
+    attention: AttentionMap
+    chart: Chart
+    kind: Literal["measure", "slice", "chain", "sequence"]
+    n: int | None
+    p: float
+
+    def counts(self, log_weights: Array) -> Array | None:
+        """Tokens at each atom of the measure (None for any measure)."""
+        if self.n is None:
+            return None
+        counts = np.rint(np.exp(log_weights))
+        return np.ones(int(counts.sum())) if self.kind == "sequence" else counts
+
+    def measure(self, latents: Array, log_weights: Array) -> Any:
+        """The measure of latents ``(c, k)`` and log-weights ``(c,)``."""
+        points = self.chart.lift(latents)
+        if self.kind == "sequence":
+            return SpaceTimeMeasure.from_sequence(np.repeat(points, np.rint(np.exp(log_weights)).astype(int), axis=0))
+        if self.n is None:
+            # relative to the heaviest atom: smaller weights would not be normal floats
+            w = np.exp(np.maximum(log_weights - log_weights.max(), LOG_WEIGHT_FLOOR))
+        else:
+            w = np.rint(np.exp(log_weights))
+        w = w / w.sum()
+        if self.kind == "measure":
+            return DiscreteMeasure(points, w)
+        times = np.arange(1, len(w) + 1) / len(w) if self.kind == "chain" else np.ones(len(w))
+        return SpaceTimeMeasure(times, points, w)
+
+    def value(self, latents: Array, log_weights: Array) -> float:
+        """The local constant, 0 where the map cannot be evaluated (overflow, no convergence)."""
+        try:
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                mu = self.measure(latents, log_weights)
+                found = extremal(self.attention, mu, self.chart, self.counts(log_weights), self.p)
+        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
+            return 0.0
+        return found.value if np.isfinite(found.value) else 0.0
+
+
+def hint_forms(attention: AttentionMap) -> tuple[Form, ...]:
+    """Bilinear forms found inside a map, to draw starts from; none for a map that is not built from attention."""
+    known = forms_of(attention)
+    if known is not None:
+        return known
+    if isinstance(attention, (PointwiseAttention, SinkhornAttention)):
+        return (Form(attention.A, attention.V, np.zeros(attention.in_dim)),)
+    parts: tuple[AttentionMap, ...] = ()
+    if isinstance(attention, MaskedAttention):
+        parts = (attention.attention,)
+    elif isinstance(attention, MultiHeadAttention):
+        parts = attention.heads
+    elif isinstance(attention, Residual):
+        parts = (attention.map,)
+    elif isinstance(attention, Compose):
+        parts = attention.maps
+    return tuple(f for part in parts for f in hint_forms(part))
+
+
+def _starts(layout: Layout, forms: tuple[Form, ...], rng: np.random.Generator, count: int) -> list[tuple[Array, Array]]:
+    """Latents and log-weights of structured and random measures."""
+    chart, n = layout.chart, layout.n
+    usable = tuple(f for f in forms if f.A.shape[0] == chart.E.shape[0])
+    batches: list[Candidates] = []
+    ends = witnesses.directions(usable, chart, rng, count) if usable else chart.sample((count,), rng)
+    total = 0.0 if n is None else np.log(n)
+    batches.append(Candidates(ends[:, None], np.full((len(ends), 1), total)))
+    for f in usable:
+        field = mean_field.field_measure(f, chart, rng)
+        structured: list[Candidates | None] = [field, mean_field.three_atoms(f, chart, rng, keep=1)]
+        if layout.p == np.inf:
+            structured.append(mean_field.output_measures(f, chart, rng))
+        if n is not None and n >= 2:
+            structured = [
+                witnesses.castin_antipodal(f, chart, n),
+                witnesses.two_anchor(f, chart, n, rng, keep=2),
+                witnesses.field_atoms(f, chart, n, rng),
+                *(b for b in structured if b is not None and b.atoms <= n),
+            ]
+        batches += [b for b in structured if b is not None]
+    for c in (2, 3, 4):
+        if n is None or c <= n:
+            batches.append(witnesses.random_tokens(chart, n or 1000, c, count, rng))
+            pair = batches[0].latents[rng.integers(len(ends), size=(count, c)), 0]
+            batches.append(Candidates(pair, rng.standard_normal((count, c))))
+    out = []
+    for batch in (b for b in batches if n is None or b.atoms <= n):
+        logs = batch.log_weights if n is None else round_multiplicities(batch.log_weights, n)
+        order = np.argsort(logs, axis=1, kind="stable") if layout.kind == "sequence" else None
+        for i in range(batch.size):
+            o = slice(None) if order is None else order[i]
+            out.append((batch.latents[i][o], logs[i][o]))
+    return out
+
+
+def search_explicit(
+    layout: Layout,
+    forms: tuple[Form, ...],
+    rng: np.random.Generator,
+    *,
+    seeds: list[tuple[Array, Array]] | None = None,
+    starts: int = 12,
+    ascents: int = 4,
+    steps: int = 25,
+) -> tuple[Array, Array]:
+    """The best measure found, as latents ``(c, k)`` and log-weights ``(c,)``.
+
+    Parameters
+    ----------
+    forms : tuple of Form
+        In reduced coordinates, to draw starts from (may be empty).
+    seeds : list of (latents, log_weights), optional
+        Further starts.
+    starts, ascents, steps : int
+        Random starts of each kind; how many of the best are ascended; steps each.
+    """
+    pool = [*(seeds or []), *_starts(layout, forms, rng, starts)]
+    values = np.array([layout.value(z, lw) for z, lw in pool])
+    order = np.argsort(-values, kind="stable")
+    best_value, best = values[order[0]], pool[order[0]]
+    chosen: list[int] = []
+    for i in order:
+        # at most two of each number of atoms, of distinct values
+        alike = [j for j in chosen if len(pool[j][0]) == len(pool[i][0])]
+        if len(alike) < 2 and all(abs(values[i] - values[j]) > 1e-6 * values[i] for j in alike) and values[i] > 0.0:
+            chosen.append(int(i))
+        if len(chosen) == ascents:
+            break
+    for i in chosen:
+        z, lw = _ascend(layout, *pool[i], rng, steps)
+        value = layout.value(z, lw)
+        if value > best_value:
+            best_value, best = value, (z, lw)
+    return best
+
+
+def _ascend(
+    layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
+) -> tuple[Array, Array]:
+    chart, free = layout.chart, layout.n is None
+    c, k = latents.shape
+    size = c * k + (c if free else 0)
+    start = chart.parameters(latents).ravel()
+    x0 = np.concatenate([start, log_weights - log_weights.max()]) if free else start
+    # many coordinates: a random subspace through the start and the atoms' own directions
+    if size > GRADIENT_LIMIT:
+        subspace = np.linalg.qr(rng.standard_normal((size, GRADIENT_LIMIT // 2)))[0].T
+    else:
+        subspace = np.eye(size)
+
+    def unpack(x: Array) -> tuple[Array, Array]:
+        full = x0 + x @ subspace
+        return chart.latents(full[: c * k].reshape(c, k)), full[c * k :] if free else log_weights
+
+    h = 1e-6
+
+    def one(x: Array) -> tuple[float, Array]:
+        z, lw = unpack(x)
+        try:
+            mu = layout.measure(z, lw)
+            found = extremal(layout.attention, mu, chart, layout.counts(lw), layout.p)
+            if not found.value > 0.0:
+                return 700.0, np.zeros_like(x)
+            base = found.functional(mu)
+            slope = np.array(
+                [(found.functional(layout.measure(*unpack(x + h * e))) - base) / h for e in np.eye(len(x))]
+            )
+        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
+            return 700.0, np.zeros_like(x)
+        return -float(np.log(found.value)), -slope / found.value
+
+    def objective(X: Array) -> tuple[Array, Array]:
+        values, slopes = zip(*(one(x) for x in X), strict=True)
+        return np.array(values), np.array(slopes)
+
+    x, _ = lbfgs(objective, np.zeros((1, len(subspace))), steps=steps)
+    return unpack(x[0])
+
+
+def output_pair(layout: Layout, latents: Array, log_weights: Array) -> tuple[Any, float]:
+    """The measure, with equal atoms merged where that is allowed, and the local constant evaluated at it."""
+    mu = layout.measure(latents, log_weights)
+    counts = layout.counts(log_weights)
+    if layout.kind == "measure":
+        merged = mu.merge_duplicates()
+        if merged.n < mu.n:
+            mu = merged
+            counts = None if layout.n is None else np.rint(mu.weights * layout.n)
+    return mu, extremal(layout.attention, mu, layout.chart, counts, layout.p).value

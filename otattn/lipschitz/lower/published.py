@@ -1,0 +1,239 @@
+"""The published lower bounds of [CAP24] (see :mod:`otattn.lipschitz.upper.published`), and the regime of large radii."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otattn import _validate as check
+from otattn.attention import AttentionMap
+from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import any_measure, centred_ball, every, no_bias, order_two, softmax, theorem, tokens
+from otattn.lipschitz.constants.setting import SoftmaxForm, softmax_form
+from otattn.measures import Ball, DiscreteMeasure
+
+__all__ = ["castin2024_discrete_lower", "castin2024_large_radius", "castin2024_mean_field_lower"]
+
+Array = NDArray[np.float64]
+
+
+def _real_eigenvalue(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
+    """A has a real eigenvalue: the witnesses lie along its eigenvector."""
+    if _is_real(np.linalg.eigvals(softmax_form(attention).A)).any():
+        return None
+    return "A must have a real eigenvalue, received none (lipschitz_lower_bound has witnesses for every A)"
+
+
+def _is_real(values: Any) -> Any:
+    return np.abs(values.imag) <= 1e-10 * float(np.abs(values).max(initial=0.0))
+
+
+def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
+    r"""Lower bound for n tokens: ``v sqrt(n-1) / (1 + (n-1) e^{-2 R^2 gamma})``.
+
+    Here ``gamma = max(-gamma_min, gamma_max / 8)`` over the real eigenvalues of A. The theorem has ``V = I``.
+
+    The witness, with u a unit eigenvector, is ``(Ru, -Ru, ..., -Ru)`` when ``gamma = -gamma_min`` and
+    ``(Ru, Ru/2, ..., Ru/2)`` otherwise. The factor ``v`` is ours: moving the first token moves each other
+    image by ``P V (I + s u u^T) e`` with the same ``s >= 0`` and ``P = 1 / (1 + (n-1) e^{-2 R^2 gamma})``,
+    and ``||V|| <= ||V M|| ||M^{-1}|| <= ||V M||`` for ``M = I + s u u^T``; so the Jacobian there has norm
+    at least ``sqrt(n-1) P v``.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        Without query bias; A must have a real eigenvalue.
+    radius, n, p
+        As for :func:`castin2024_discrete`.
+
+    Returns
+    -------
+    Bound
+        kind "lower", with the witness (a measure of two atoms whose weights are multiples of 1/n).
+
+    References
+    ----------
+    [CAP24] section 3, lower bounds.
+    """
+    order = check.check_order(p)
+    return prove("castin2024_discrete_lower", attention, Ball(radius), check.count(n, "n"), order)
+
+
+@theorem(
+    "castin2024_discrete_lower",
+    statement="v sqrt(n - 1) / (1 + (n - 1) e^{-2 R^2 gamma})",
+    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; n tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(), order_two, centred_ball, no_bias, _real_eigenvalue),
+    reference="[CAP24] section 3",
+    kind="lower",
+    rigorous=False,
+)
+def _discrete_lower(attention: AttentionMap, domain: Ball, count: int, p: float, exact: bool) -> Bound:
+    form, R = softmax_form(attention, masked=False), domain.radius
+    gamma, u, anchor, factor = _rate(form, R)
+    # one token: the formula says 0, and so does an empty sum of moved images
+    share = log_sum(0.0, log(count - 1.0) - 2.0 * R * R * gamma)
+    log_value = log(factor * float(np.linalg.norm(form.V, 2))) + 0.5 * log(count - 1.0) - share
+    points = R * np.stack([form.lift(u), anchor * form.lift(u)])
+    witness = DiscreteMeasure(
+        points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, (count - 1) / count]
+    )
+    return Bound(
+        down(safe_exp(log_value)),
+        "lower",
+        domain=domain,
+        n=count,
+        witness=witness,
+        details={"gamma": gamma},
+        theorem="castin2024_discrete_lower",
+        log_value=log_value,
+    )
+
+
+def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: float = 2) -> Bound:
+    r"""Lower bound for any measure of the ball: ``v (gamma / 2) R^2 e^{gamma R^2}``.
+
+    gamma is that of :func:`castin2024_discrete_lower`.
+
+    The paper states the growth for large R and ``V = I``. The same witness proves it for every R: with
+    ``q = e^{-2 s}``, ``s = gamma R^2``, the measure ``q delta_{Ru} + (1-q) delta_{-Ru}`` (or ``...
+    delta_{Ru/2}``) gives its heavy atom's image the sensitivity ``V P (I + 2 s (1-P) u u^T)`` to the light
+    atom, ``P = 1/(2-q)``; in ``L^2(mu)`` that entry of the Jacobian is multiplied by ``sqrt((1-q)/q)``, and
+    ``e^s sqrt(1-q)/(2-q) (1 + 2 s (1-q)/(2-q)) >= (s/2) e^s`` for every ``s >= 0``. The factor ``v`` is
+    ours, for ``V != I``: the direction u may be one that V kills, so what is proved is ``e^s
+    sqrt(1-q)/(2-q) v`` at least, and ``|V u|`` times the whole; the larger of ``v e^s sqrt(1-q)/(2-q)`` and
+    ``|V u| (s/2) e^s`` is reported.
+
+    Returns
+    -------
+    Bound
+        kind "lower"; ``details["witness_value"]`` is the witness's whole entry, never smaller. The witness is None where s is
+        0, and above 354, where a float does not hold all digits of q.
+
+    References
+    ----------
+    [CAP24] section 3, lower bounds.
+    """
+    return prove("castin2024_mean_field_lower", attention, Ball(radius), None, check.check_order(p))
+
+
+@theorem(
+    "castin2024_mean_field_lower",
+    statement="v (gamma / 2) R^2 e^{gamma R^2}",
+    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; any measure; p = 2",
+    applies=every(softmax(masked=False), any_measure, order_two, centred_ball, no_bias, _real_eigenvalue),
+    reference="[CAP24] section 3",
+    kind="lower",
+    rigorous=False,
+)
+def _mean_field_lower(attention: AttentionMap, domain: Ball, n: None, p: float, exact: bool) -> Bound:
+    form, R = softmax_form(attention, masked=False), domain.radius
+    gamma, u, anchor, factor = _rate(form, R)
+    s = gamma * R * R
+    q, rest = math.exp(-2.0 * s), -math.expm1(-2.0 * s)
+    along = factor * float(np.linalg.norm(form.V @ u))
+    head = s + 0.5 * log(rest) - math.log(2.0 - q)
+    published = log(along) + log(s / 2.0) + s
+    log_value = max(published, log(factor * float(np.linalg.norm(form.V, 2))) + head)
+    M = form.V + 2.0 * s * rest / (2.0 - q) * np.outer(form.V @ u, u)
+    whole = log(factor * float(np.linalg.norm(M, 2))) + head
+    witness = None
+    if np.finfo(np.float64).tiny <= q and rest > 0.0:
+        witness = DiscreteMeasure(R * np.stack([form.lift(u), anchor * form.lift(u)]), [q, rest])
+    details = {
+        "log_value": log_value,
+        "gamma": gamma,
+        "witness_value": down(safe_exp(whole)),
+        "log_witness_value": whole,
+    }
+    return Bound(
+        down(safe_exp(log_value)),
+        "lower",
+        domain=domain,
+        witness=witness,
+        details=details,
+        theorem="castin2024_mean_field_lower",
+        log_value=log_value,
+    )
+
+
+def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:
+    r"""Limit of the local constant at ``R X`` as R grows: ``v sqrt(most rows with the same argmax)``.
+
+    With ``m_i`` the unique argmax over j of ``<A x_i, x_j>``, row i of the attention matrix tends to the
+    indicator of ``m_i`` faster than any power of R, so the Jacobian at ``R X`` tends to ``eps -> (V
+    eps_{m_1}, ..., V eps_{m_n})``.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention or MaskedAttention
+        Of a softmax head without query bias (a bias is negligible at large R and is refused).
+    X : array_like (n, d)
+        Tokens at which no row has a tie for the largest logit ("generic").
+
+    Returns
+    -------
+    Bound
+        kind "local", at ``domain = X``; ``details["margin"]`` is the least gap of the two largest logits of
+        a row.
+
+    Raises
+    ------
+    ValueError
+        A row has a tie, or the attention has a query bias.
+
+    References
+    ----------
+    [CAP24] section 3, the large-radius regime.
+    """
+    why = every(softmax(), no_bias)(attention, None, None, 2.0)
+    if why is not None:
+        raise ValueError(f"castin2024_large_radius does not apply: {why}.")
+    form = softmax_form(attention)
+    x = check.points(X, "X", dim=attention.in_dim)
+    y = x if form.basis is None else x @ form.basis
+    logits = y @ form.A.T @ y.T
+    if form.causal:
+        logits[np.triu_indices(len(x), 1)] = -np.inf
+    top = logits.argmax(axis=1)
+    count = int(np.bincount(top).max())
+    margin = math.inf
+    if len(x) > 1:
+        two = np.sort(logits, axis=1)[:, -2:]
+        margin = float((two[:, 1] - two[:, 0]).min())
+    scale = form.norm_A * float((y * y).sum(axis=1).max())
+    if margin <= 1e-13 * scale:
+        raise ValueError(
+            "X must give every row one largest logit, received a row whose two largest differ by "
+            f"{margin:g}; perturb the tokens."
+        )
+    value = form.norm_V * math.sqrt(count)
+    return Bound(value, "local", "[CAP24] section 3, large radius", domain=x, n=len(x), details={"margin": margin})
+
+
+def _rate(form: SoftmaxForm, R: float) -> tuple[float, Array, float, float]:
+    """gamma, its unit eigenvector u, the heavy atom's place in units of the light one's, and a factor.
+
+    The logits of multiples of u depend on ``<A u, u>`` only, so that is what gamma is made of; the computed
+    u has ``A u = <A u, u> u + delta``, which changes ``I + s u u^T`` by at most ``2 R^2 |delta|``: hence
+    the factor.
+    """
+    values, vectors = np.linalg.eig(form.A)
+    real = _is_real(values)
+    best: tuple[float, Array, float] | None = None
+    for vec in vectors.T[real]:
+        u = vec.real if np.linalg.norm(vec.real) >= np.linalg.norm(vec.imag) else vec.imag
+        u = u / np.linalg.norm(u)
+        rayleigh = float(u @ form.A @ u)
+        for rate, anchor in ((-rayleigh, -1.0), (rayleigh / 8.0, 0.5)):
+            if best is None or rate > best[0]:
+                best = (rate, u, anchor)
+    assert best is not None  # a hypothesis of the theorems
+    gamma, u, anchor = best
+    # a complement of the reduced span only adds eigenvalues 0, and gamma >= 0 as it is
+    residual = float(np.linalg.norm(form.A @ u - (u @ form.A @ u) * u))
+    return max(gamma, 0.0), u, anchor, max(0.0, 1.0 - 2.0 * R * R * residual)

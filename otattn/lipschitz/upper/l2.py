@@ -1,0 +1,229 @@
+r"""Our Lipschitz bounds of L2 attention on a bounded domain, in closed form, with their proofs.
+
+``P_ij`` is proportional to ``w_j exp(-|Q x_i - K x_j|^2)``. The derivative of a logit in the key's token is
+``g_ij = 2 K^T (Q x_i - K x_j)``, which depends on j, so the formulas of softmax attention do not carry over
+(they are violated). In coordinates centred at b (``x = z + b``, ``o = (Q - K) b``) the logits are ``-|Q z_i
+- K z_j + o|^2``. With R the radius of the centred domain: ``G >= |g_ij|``, ``t = G R``, ``h = ||K||^2
+R^2``, and the field part is that of softmax attention with ``A = 2 K^T Q``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
+from otattn.attention import AttentionMap, L2Attention
+from otattn.lipschitz.arithmetic.balls import BallMatrix
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, l2, order_two, theorem, tokens, unless, unmasked
+from otattn.lipschitz.constants.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.constants.rows import row_constant, two_largest
+from otattn.lipschitz.constants.setting import SoftmaxForm
+from otattn.lipschitz.upper.masked import masked_column_sum
+from otattn.lipschitz.upper.softmax import column_log, outward
+from otattn.measures.domains import Domain
+
+__all__ = ["l2_column_bound", "l2_row_bound"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the bounds need, each never below the exact number."""
+
+    v: Any
+    sigma: Any
+    R: Any
+    t: Any
+    h: Any
+    kappa: Any
+    spread: Any
+
+
+def _numbers(head: L2Attention, region: Region, V: Any) -> _Numbers:
+    wrap: Any = BallMatrix.exact if region.exact else np.asarray
+    Q, K = wrap(head.Q), wrap(head.K)
+    values = wrap(np.eye(head.in_dim) if V is None else V)
+    A = 2.0 * (K.T @ Q)
+    # what rounding does to A, relative to its norm
+    error = (
+        0.0 if region.exact else min(1.0, 2.0 * product_error(head.K.T, head.Q) / max(spectral_norm_upper(A), 1e-300))
+    )
+    seen = see(SoftmaxForm(A, values, None, False, None, error), region)
+    R, center = seen.R, seen.region.center
+    size: Any = 0.0
+    pull: Any = 0.0
+    if center is not None:
+        o = (Q - K) @ center
+        rounded = 0.0 if region.exact else 2.0 * product_error(np.abs(head.Q) + np.abs(head.K), center[:, None])
+        size = norm_upper(o) + rounded
+        pull = norm_upper(K.T @ o) + (0.0 if region.exact else rounded * norm_upper(K) + product_error(K.T, o[:, None]))
+    q, k, split = spectral_norm_upper(Q), spectral_norm_upper(K), spectral_norm_upper(Q - K)
+    if not region.exact:
+        split += 1e-15 * (q + k)
+    G = up(seen.form.norm_A * R + 2.0 * pull + 2.0 * (k * k) * R)
+    rho, key = q * R + size, k * R
+    spread = np.where(rho >= key, 4.0 * product(rho, key), np.square(rho + key))
+    kappa = least(_least_pull(split, size, k, R), spread)
+    return _Numbers(seen.v, seen.sigma, R, up(product(R, G)), up(key * key), up(kappa), up(spread))
+
+
+def _least_pull(split: Any, size: Any, k: Any, R: Any) -> Any:
+    """``max_{s in [0, R]} (split s + |o|)^2 + k^2 (R^2 - s^2)``: at R where it is convex, else at its vertex or at R."""
+    at_end = np.square(split * R + size)
+    if top(split) >= top(k):
+        return np.maximum(at_end, np.square(size) + np.square(k * R))
+    bend = k * k - split * split  # positive: the maximum over all s is |o|^2 (1 + split^2 / bend) + k^2 R^2
+    free = np.square(size) * (1.0 + split * split / bend) + np.square(k * R)
+    return np.where(split * size <= bend * R, free, at_end)
+
+
+def l2_row_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int,
+    p: float = 2,
+) -> Bound:
+    r"""n tokens, p = 2: the formula of ``row_bound`` with the row constant of L2 attention.
+
+    That constant is ``min( max(1, (1 + t)/sqrt2), (phi(t)^2 + h/4)^{1/2} )``.
+
+    Proof. As for softmax, ``sum_j p_j (<u, eps_j> + <y_j - m, u> <g_j, eps_j>)`` is linear in p where ``<m,
+    u>`` is fixed, so two indices suffice. With weights p + q = 1, ``delta = y_1 - y_2``, ``tau = <delta,
+    u>``, the norm squared is ``p^2 + q^2 + 2 p q tau <u, p g_1 - q g_2> + p^2 q^2 tau^2 (|g_1|^2 +
+    |g_2|^2)``. First, with ``|tau| <= 2 R``, ``|g| <= G`` and ``z = p q``: at most ``1 + (4t - 2) z + 8 t^2
+    z^2``, convex in z, so at most its larger value at ``z = 0`` and ``1/4``: ``max(1, (1+t)^2/2)``. Second,
+    ``g_1 - g_2 = -2 H delta`` with ``H = K^T K``, so ``p g_1 - q g_2 = (p - q) g - H delta`` with g the
+    mean of the two: the term in g is bounded as for softmax by ``phi^2``, and ``-2 p q tau <u, H delta> <=
+    p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
+    ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
+
+    Parameters
+    ----------
+    attention : L2Attention or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int
+    p : float
+        Only 2.
+
+    References
+    ----------
+    otattn, L2 row bound.
+    """
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("l2_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
+
+
+@theorem(
+    "l2_row_bound",
+    statement="the row bound with the row constant of L2 attention",
+    hypotheses="L2, masked or not; any domain; n tokens; p = 2",
+    applies=every(l2(), tokens(), order_two),
+)
+def _l2_row(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    assert n is not None
+    head: Any = unmasked(attention)
+    return _row(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n)
+
+
+def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
+    source = "l2_row_bound"
+    root = np.sqrt(lift(2.0) if is_interval(x.t) else 2.0)
+    phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_constant(x.t), 0.5 * np.sqrt(x.h))))
+    value = x.v if n == 1 else two_largest(x.v * phi, x.sigma, n)
+    return outward(log(value), source, domain, n, 2.0, {"row_constant": phi, "sigma": x.sigma, "t": x.t})
+
+
+def l2_column_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""``sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}`` for ``p >= 2``, for n equal atoms or any measure.
+
+    T bounds the column sums: ``e^kappa``, ``kappa = max_{|z| <= R} |(Q - K) z + o|^2 + ||K||^2 (R^2 -
+    |z|^2)``, and its sharper forms for n atoms (see ``column_sum``). For tied ``Q = K``, ``kappa = ||K||^2
+    R^2``, where logits spread over ``4 ||K||^2 R^2``.
+
+    Proof. Row by row as in ``column_bound``: ``sum_j P_ij B_ij B_ij^T = I - 2 (C H + H C) + sum_j P_ij
+    |g_ij|^2 (x_j - m)(x_j - m)^T`` with ``B_ij = I + (x_j - m) g_ij^T``, at most ``1 + h/2 + t^2``, since
+    ``lambda_max(-(C H + H C)) <= ||C|| ||H|| / 4`` for PSD matrices. The entropy argument of ``column_sum``
+    holds for all logits l: ``log T_j <= sum_ik alpha_i alpha_k (l_ij - l_ik) = <A xbar + 2 K^T o, x_j -
+    xbar> - |K x_j|^2 + E_alpha |K x|^2`` with ``A = 2 K^T Q``. Here ``2 <Q xbar + o, K x_j> - |K x_j|^2 <=
+    |Q xbar + o|^2``, and ``E_alpha |K x|^2 <= |K xbar|^2 + ||K||^2 (R^2 - |xbar|^2)``; what is left is
+    kappa.
+
+    Parameters
+    ----------
+    attention : L2Attention
+        Or MaskedAttention of one, with n given or ``p`` inf: T is then ``sum_i 1 / (1 + (i-1)
+        e^{-spread})``, as in ``masked_column_bound``.
+    radius, domain
+        As for :func:`l2_row_bound`.
+    n : int, optional
+        None is the mean-field constant.
+    p : float
+        In ``[1, inf]``; below 2 the row factor is ``1 + 2 t``.
+
+    References
+    ----------
+    otattn, L2 column bound.
+    """
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("l2_column_bound", attention, region, check_count(n), check.check_order(p))
+
+
+@theorem(
+    "l2_column_bound",
+    statement="sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}",
+    hypotheses="L2, masked for n tokens or p = inf only; any domain, n and p",
+    applies=every(l2(), unless(lambda n, p: math.isinf(p) or n is not None, l2(masked=False))),
+    measures=True,
+)
+def _l2_column(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    head: Any = unmasked(attention)
+    return _column(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n, p, attention.causal)
+
+
+def _column(x: _Numbers, domain: Domain, n: int | None, p: float, causal: bool) -> Bound:
+    source = "l2_column_bound"
+    if n == 1:
+        return outward(log(x.v), source, domain, n, p, {})
+    row = np.hypot(np.sqrt(1.0 + 0.5 * x.h), x.t) if p >= 2.0 else 1.0 + 2.0 * x.t
+    sums: Any = 0.0
+    if not math.isinf(p):
+        # a causal map comes here with n only
+        total = log(masked_column_sum(x.spread, n)) if causal and n else column_log(x.kappa, x.spread, n)
+        sums = total / p
+    value = log_sum(log(x.sigma), log(x.v) + sums + log(row))
+    return outward(value, source, domain, n, p, {"kappa": x.kappa, "sigma": x.sigma, "row": row})
+
+
+def l2_bounds(
+    head: L2Attention, V: Array | None, region: Region, counts: list[int | None], p: float, causal: bool
+) -> list[Bound]:
+    """Every bound of this module that applies; ``V`` replaces the head's values, None is the identity."""
+    x = _numbers(head, region, V)
+    out: list[Bound] = []
+    for n in counts:
+        if not causal or n is not None or math.isinf(p):
+            out.append(_column(x, region.domain, n, p, causal))
+        if n is not None and p == 2.0:
+            out.append(_row(x, region.domain, n))
+    return out

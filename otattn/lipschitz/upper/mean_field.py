@@ -1,0 +1,399 @@
+r"""Upper bounds of the mean-field constant ``W_p-Lip(F on P(domain))``: M3 for every head, M4 for PSD forms.
+
+Notation: unit ball (see :mod:`otattn.lipschitz.constants.self_logit`), ``g_x = A x + c``, ``k(x,y) = e^{<g_x,y>}/Z_x``,
+``P_x = k(x,.) mu`` with mean ``m_x`` and covariance ``C_x``, ``lam_x = lambda_max(C_x)``, ``f(x) = |g(x)| - <g(x),x>``,
+``kl(p|q)`` the binary divergence. The derivative of F along a displacement ``eps`` of mu is ``V (K + D) eps`` with
+``K eps(x) = int k(x,y) (I + (y - m_x) g_x^T) eps(y) dmu(y)`` and ``D eps(x) = C_x A eps(x)``; ``||V D|| <= sigma`` (T0)
+on every L^p(mu). If ``|K eps(x)|^p <= int k(x,y) w(x,y) |eps(y)|^p dmu(y)`` then, integrating over x,
+``||K||^p <= sup_y T(y)``, ``T(y) = int k(x,y) w(x,y) dmu(x)``, and ``Lip <= sigma + v (sup T)^{1/p}``.
+
+**M1 (identity).** For fixed y let ``alpha = k(.,y) w(.,y) mu / T``, mean ``xbar``. Averaging
+``log Z_x = <g_x,x'> - log (dP_x/dmu)(x')`` over ``x' ~ alpha`` gives ``log Z_x = <g_x,xbar> + KL(alpha|P_x) -
+KL(alpha|mu)``; averaging ``log T = <g_x,y> - log Z_x + log w - log dalpha/dmu`` over ``x ~ alpha`` gives
+
+.. math:: \log T = \langle g(\bar x), y - \bar x\rangle + E_{x\sim\alpha}[\log w - KL(\alpha|P_x)]
+          \le f(\bar x) + E_\alpha[\log w - KL(\alpha|P_x)] .
+
+**M3.** Cauchy-Schwarz and Hoelder in the row give the weights ``w = (1 + |g_x|^2 lam_x)^{p/2}`` for p >= 2 and
+``w = (1 + 2|g_x|)^{2-p} (1 + |g_x|^2 lam_x)^{p-1}`` for 1 <= p <= 2: with a unit u, ``b_y = |u + <u, y - m_x> g_x|``,
+``<u, K eps> <= int k b |eps| <= (int k b^{p'})^{1/p'} (int k |eps|^p)^{1/p}``, ``b <= 1 + 2|g_x|`` and
+``int k b^2 = 1 + |g_x|^2 u^T C_x u``. Send x' to +-1 with probabilities ``(1 +- <xbar,x'>/|xbar|)/2``: alpha gives
+``pbar = (1 + |xbar|)/2``, ``P_x`` gives some q, so ``KL(alpha|P_x) >= kl(pbar|q)`` and
+``lam_x <= 1 - |m_x|^2 <= 4 q (1-q)``. With ``c_s = max_q 4 q (1-q) e^{-kl(pbar|q)/s}``, attained at
+``q = (pbar/s + 1)/(1/s + 2)`` and decreasing in ``|xbar|`` (``q <= pbar``), ``(1 + 4 G q (1-q))^s e^{-kl} <=
+(1 + c_s G)^s``, concave after the logarithm, so Jensen applies with ``E_alpha |g_x|^2 = |g(xbar)|^2 +
+E |A (x - xbar)|^2 <= Gam``, ``Gam = min(max|g|^2, |g(xbar)|^2 + a^2 (1 - |xbar|^2))``:
+
+.. math:: \log T \le \sup_{\bar x} f + s_1 \log(1 + 2\sqrt{Gam}) + s_2 \log(1 + c_{s_2} Gam),
+
+``(s_1, s_2) = (0, p/2)`` for p >= 2 and ``(2-p, p-1)`` below. Dropping the divergence gives T6 and T10.
+
+**M4 (p = 2, c = 0, A symmetric PSD).** Put ``y(x) = A^{1/2} x / sqrt(a)``, ``|y| <= 1``, ``rho = |y(xbar)|``, ``B = a beta`` the
+largest eigenvalue of ``Cov_alpha(A^{1/2} x)``; ``rho^2 + beta <= 1`` and ``<g(xbar), y - xbar> <= a (rho - rho^2)``.
+Row: by Cauchy-Schwarz with ``(1, <u, y - m_x>/sqrt(h))`` and ``(<u,eps>, sqrt(h) <g_x,eps>)``, ``|K eps(x)|^2 <=
+(1 + lam_x/h) int k |eps|^2 (1 + h <g_x, e_y>^2)``, h > 0 fixed, e_y the direction of ``eps(y)``; and
+``E_alpha <A x, e>^2 = <A xbar, e>^2 + e^T A Cov A e <= a^2 (rho^2 + beta)``.
+A coupling pi of alpha with itself, used in place of alpha in M1, gives ``log T = <g(xbar), y - xbar> -
+[Cov_pi(A x, x') - KL(pi|alpha x alpha)] + E[log w - KL(pi_x|P_x)]``. Let x, x' be independent given
+``Y = <u, A^{1/2} x> + noise``, noise of variance s^2, u the direction of variance B. Then the covariance is
+``E |A^{1/2}(E[x|Y] - xbar)|^2 >= B^2/(B + s^2)`` (best linear predictor) and ``KL(pi|alpha x alpha) = I(x;x') <= I(x;Y) <=
+log(1 + B/s^2)/2`` (Gaussian channel), so the gain is at least ``gain(B) = B - 1/2 - log(2B)/2`` for B >= 1/2 (at
+``B/(B + s^2) = 1 - 1/(2B)``), else 0. Take theta times M1 plus 1 - theta times this. ``E_alpha <e,x'>^2 <= W`` for every
+unit e with ``W = min(1, (a/a_min)(rho^2 + beta))``, a_min the least eigenvalue of A; x' -> 1 with probability
+``<e,x'>^2`` gives ``KL(alpha|P_x) >= kl(W_e|U)``, ``W_e <= W``, ``U = E_{P_x} <e,x'>^2 >= lam_x``, so
+``(1 + lam_x/h) e^{-theta KL} <= 1 + c_2/h``, ``c_2 = max_U U e^{-theta kl(W|U)}`` at ``U = (1 + theta W)/(1 + theta)``
+(for U >= W, kl(W_e|U) >= kl(W|U); for U < W, U <= W <= c_2; c_2 increases in W by the envelope theorem). Hence, for every h,
+
+.. math:: \log T \le \sup_{\rho^2 + \beta \le 1} \min_\theta \; a\rho(1-\rho) - (1-\theta)\, gain(a\beta)
+          + \log(1 + c_2/h) + \log(1 + h a^2 (\rho^2 + \beta)) .
+
+Every factor is monotone in each variable on a cell (the first is concave in rho); f is bounded through S2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+
+from otattn import _validate as check
+from otattn._linalg import norm_upper
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
+from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import any_measure, every, softmax, theorem
+from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
+from otattn.lipschitz.constants._options import number, trivial
+from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, least_stretch, psd_defect
+from otattn.measures.domains import Ball, Domain
+
+__all__ = ["mean_field"]
+
+Array = NDArray[np.float64]
+
+_THETAS = np.linspace(0.0, 1.0, 17)
+_MARGIN = 1e-12
+_CELLS = 200_000
+USED = {"M3": ("nu", "gap"), "M4": ("h",)}
+"""The multipliers of each theorem; T6 and T10 have none."""
+
+
+def _weight(rho: Any, s: float) -> Any:
+    """``c_s = max_q 4 q (1-q) e^{-kl(pbar|q)/s}``, ``pbar = (1 + rho)/2``.
+
+    At the maximum ``p / q = (1 + 2 s) p / (p + s)`` and ``(1-p)/(1-q) = (1 + 2 s)(1-p) / (1 - p + s)``.
+    """
+    p, rest = 0.5 * (1.0 + rho), 0.5 * (1.0 - rho)
+    whole: Any = 1.0 + 2.0 * (lift(s) if is_interval(rho) else s)
+    kl = xlogy(p, whole * p / (p + s)) + xlogy(rest, whole * rest / (rest + s))
+    return 4.0 * ((p + s) / whole) * ((rest + s) / whole) * np.exp(-kl / s)
+
+
+def _second_moment(W: Any, theta: float) -> Any:
+    """``c_2 = max_U U e^{-theta kl(W|U)}``, at ``U = (1 + theta W) / (1 + theta)``, ``(1-W)/(1-U) = (1 + theta)/theta``."""
+    if theta == 0.0:
+        return W * 0.0 + 1.0
+    share = lift(theta) if is_interval(W) else theta
+    U = (1.0 + share * W) / (1.0 + share)
+    kl = xlogy(W, W / U) + (1.0 - W) * (np.log1p(share) - np.log(share))
+    return np.minimum(1.0, U * np.exp(-share * kl))
+
+
+def _gain(B: Any) -> Any:
+    """``max_y B y + log(1 - y)/2`` over y in [0, 1)."""
+    B = np.maximum(B, 0.5)
+    return B - 0.5 - 0.5 * np.log(2.0 * B)
+
+
+@dataclass(frozen=True, eq=False)
+class _Barycentre:
+    """Cells of ``(r, q)``: ``|xbar| = r`` and ``|g(xbar)|`` at the fraction q between its least and largest value at r."""
+
+    head: UnitHead
+    family: SelfLogit
+    least: float
+    """Lower bound of ``|A x| / |x|``."""
+
+    def gamma(self, r: Any, q: Any) -> Any:
+        """``|g|``: increasing in r and in q."""
+        size = norm_upper(self.head.c) + self.head.noise
+        high = np.minimum(self.head.top, self.head.a * r + size)
+        return (1 - q) * np.minimum(high, np.maximum(self.least * r - size, 0.0)) + q * high
+
+    @property
+    def rigid(self) -> bool:
+        """True when ``|g|`` is a function of r: then q is 1."""
+        return self.head.centred and self.least >= top(self.head.a) * (1 - 1e-13)
+
+    def boxes(self, count: int) -> tuple[Array, Array]:
+        """Cells of (r, q)."""
+        edges = np.linspace(0, 1, count + 1)
+        return boxes(edges, np.ones(2) if self.rigid else edges)
+
+    def excess(self, r0: Any, r1: Any, g0: Any, g1: Any) -> Any:
+        """Upper bound of ``f = |g| - <g,x>`` on each cell; exact in ``|g|`` for each multiplier."""
+        best = g1 * (1.0 + r1)
+        for nu, lam, const in zip(*self.family.arrays, strict=True):
+            g = np.clip((lift(0.5) if self.head.exact else 0.5) / nu, g0, g1) if nu > 0 else g1
+            best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
+        return best
+
+    def m3(self, s1: float, s2: float) -> CellBound:
+        """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
+        a, largest = self.head.a, self.head.top
+
+        def bound(lo: Any, hi: Any) -> Array:
+            (r0, q0), (r1, q1) = _ends(lo, hi, self.head.exact)
+            g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
+            if self.rigid:
+                g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
+            Gam = np.minimum(largest**2, g1**2 + a**2 * (1 - r0**2))
+            value = self.excess(r0, r1, g0, g1)
+            if s1 > 0:
+                value = value + s1 * np.log1p(2 * np.sqrt(Gam))
+            if s2 > 0:
+                value = value + s2 * np.log1p(_weight(r0, s2) * Gam)
+            return np.asarray(upper(value))
+
+        return bound
+
+
+def _ends(lo: Array, hi: Array, exact: bool) -> tuple[Any, Any]:
+    """The ends of cells, as intervals in exact arithmetic."""
+    return (lift(lo), lift(hi)) if exact else (lo, hi)
+
+
+def _m4_bound(a: Any, least: float, h: float) -> CellBound:
+    """Bound of M4 on cells of ``(rho, beta / (1 - rho^2))``."""
+
+    def bound(lo: Any, hi: Any) -> Array:
+        (r0, s0), (r1, s1) = _ends(lo, hi, is_interval(a))
+        b0, b1 = (1 - r1**2) * s0, (1 - r0**2) * s1
+        r = np.clip(0.5, r0, r1)
+        total = np.minimum(1.0, r1**2 + b1)
+        W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * top(a) else np.ones_like(total)
+        gain = _gain(a * b0)
+        rows = [np.log1p(_second_moment(W, t) / h) - (1 - t) * gain for t in _THETAS]
+        row = functools.reduce(np.minimum, rows)
+        return np.asarray(upper(a * (r - r**2) + row + np.log1p(h * a**2 * total)))
+
+    return bound
+
+
+def _orders(p: float) -> tuple[float, float]:
+    return (0.0, 0.5 * p) if p >= 2 else (2.0 - p, p - 1.0)
+
+
+def _square() -> tuple[Array, Array]:
+    return boxes(np.linspace(0, 1, 25), np.linspace(0, 1, 25))
+
+
+def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
+    """The family with the best multipliers for the middle of the worst cell added to it."""
+    r, q = 0.5 * (at.lo + at.hi)
+    g = float(field.gamma(np.array(r), np.array(q)))
+    head, family = field.head, field.family
+    size = float(norm_upper(head.c))
+    now = int(np.argmax(family.nu * g**2 - family.lam * r**2 - family.const))
+    nu, gap = float(family.nu[now]), float(family.gap[now])
+    span = 0.1 * abs(nu) + 0.02 / head.a
+    low, high = nu - span, nu + span
+
+    def loss(nu: float, gap: float) -> float:
+        one = SelfLogit.build(head, np.array([nu]), np.array([gap]))
+        return -float(one.nu[0] * g**2 - one.lam[0] * r**2 - one.const[0])
+
+    for _ in range(1 if head.centred else 3):
+        nu = float(minimize_scalar(lambda t, e=gap: loss(t, e), bounds=(low, high), method="bounded").x)
+        if not head.centred:
+            best = minimize_scalar(lambda t, nu=nu: loss(nu, math.exp(t) * size), bounds=(-9.0, 5.0), method="bounded")
+            gap = math.exp(float(best.x)) * size
+    return family.join(SelfLogit.build(head, np.array([nu]), np.array([gap])))
+
+
+def _factor(head: UnitHead, p: float) -> Any:
+    """``log sup w`` without the divergence: the closed form's (T6, T10)."""
+    s1, s2 = _orders(p)
+    return s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top))
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A theorem, the logarithm of its ``sup T``, and where it stands."""
+
+    name: str
+    log_sum: float
+    field: Any = None
+    at: Maximum | None = None
+
+
+def _trial(head: UnitHead, p: float, multipliers: Mapping[str, Array], tol: float) -> _Trial:
+    """The theorem that gives the least bound at these multipliers, in float64."""
+    if math.isinf(p):
+        return _Trial("T10", 0.0)
+    trials = [_Trial("T6" if p == 2 else "T10", float(head.kappa + _factor(head, p)))]
+    field, at = None, None
+    if head.a > 0:
+        field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+        at = maximise(field.m3(*_orders(p)), *field.boxes(24), tol=tol, max_cells=_CELLS)
+        trials.append(_Trial("M3", at.value))
+        if _m4_applies(head, p):
+            bound, loose = _m4(head, multipliers)
+            trials.append(_Trial("M4", maximise(bound, *_square(), tol=tol, max_cells=_CELLS).value + loose))
+    return replace(min(trials, key=lambda t: t.log_sum), field=field, at=at)
+
+
+def _m4_applies(head: UnitHead, p: float) -> bool:
+    return head.centred and p == 2 and math.isfinite(psd_defect(head))
+
+
+def _m4(head: UnitHead, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
+    """M4's bound on cells, and what the distance of A to the PSD matrices adds."""
+    h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
+    defect = psd_defect(head)
+    bound = _m4_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
+    # log T moves by at most 2 |E|, and by h (2 a |E| + |E|^2) in the second factor, when A = PSD + E
+    return bound, 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
+
+
+def _log_bound(head: UnitHead, p: float, log_sum_T: Any) -> Any:
+    """Logarithm of ``sigma + v (sup T)^{1/p}``."""
+    if math.isinf(p):
+        return log_sum(log(head.sigma), log(head.v) + 0.5 * np.log1p(np.square(head.top)))
+    power = log_sum_T if head.exact else log_sum_T + _MARGIN * (1 + abs(log_sum_T))
+    return log_sum(log(head.sigma), log(head.v) + power / p)
+
+
+@problem_function("mean_field")
+def _problem(statement: Statement) -> dict[str, Any]:
+    head = head_of(statement)
+    if is_zero(head.v):
+        raise ValueError("V must not be zero for mean_field.")
+    target = number(statement.options, "target", least=-math.inf)
+    return {"head": head, "p": statement.p, "branch": str(statement.options["branch"]), "target": target}
+
+
+@dual_function("mean_field", exact=True)
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    head, p, target, branch = (problem[key] for key in ("head", "p", "target", "branch"))
+    if branch == "M3" and math.isfinite(p):
+        field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+        value: Any = proved_below(field.m3(*_orders(p)), *field.boxes(24), target=target, max_cells=2 * _CELLS)
+    elif branch == "M4" and _m4_applies(head, p):
+        bound, loose = _m4(head, multipliers)
+        value = proved_below(bound, *_square(), target=target - loose, max_cells=2 * _CELLS)
+        value = (lift(value) if head.exact else value) + loose * (1 + 1e-12)
+    elif math.isinf(p):
+        value = 0.0
+    else:
+        value = head.kappa + _factor(head, p)
+    return safe_exp(_log_bound(head, p, lift(value) if head.exact else value))
+
+
+def _choose_h(a: float, least: float) -> float:
+    """A good h of M4: the maximum over points is convex in ``log h``."""
+    r, s = (
+        x.ravel() for x in np.meshgrid(np.linspace(0, 1, 41), np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30)))
+    )
+    points = np.array([r, s])
+
+    def largest(t: float) -> float:
+        return float(np.max(_m4_bound(a, least, math.exp(t))(points, points)))
+
+    span = (-math.log(1 + a) - 4.0, 4.0)
+    return math.exp(float(minimize_scalar(largest, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
+
+
+def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort: str = "fast") -> Bound:
+    """Upper bound of ``W_p-Lip(F)`` over all measures on the domain: the least of T6 (T10), M3 and M4.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        Any A, V and biases; M4 enters when A is symmetric PSD and the bias (after centring the domain) is zero.
+    domain : Domain or float
+        A float is the radius of a ball.
+    p : float
+        Order, in ``[1, inf]``.
+    effort : {"fast", "deep"}
+        Branch-and-bound gap of 1e-3 or 1e-5 in the logarithm of ``T``.
+
+    Returns
+    -------
+    Certificate
+        Its multipliers are those of the theorem that wins: M3 (``nu``, ``gap``) or M4 (``h``).
+        When the bound exceeds the largest float the result is a plain :class:`Bound` of value inf with its ``log_value``.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> bound = mean_field(SoftmaxAttention([[9.0]], [[1.0]]), 1.0)
+    >>> bound.value < 27, bound.verify()
+    (True, True)
+    """
+    if effort not in ("fast", "deep"):
+        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
+    order = check.check_order(p)
+    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), None, order)
+    head = head_of(statement)
+    if head.v == 0.0:
+        return trivial(statement)
+    tol = 1e-3 if effort == "fast" else 1e-5
+    family = SelfLogit.default(head)
+    h = 1.0
+    if head.a > 0 and math.isfinite(psd_defect(head)):
+        h = _choose_h(head.a, least_stretch(head))
+    multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
+    best = _trial(head, order, multipliers, tol)
+    for _ in range(4):
+        # a multiplier made for the worst cell, as long as it helps
+        if best.at is None or best.name != "M3":
+            break
+        family = _enrich(best.field, best.at)
+        richer = {**multipliers, "nu": family.nu, "gap": family.gap}
+        trial = _trial(head, order, richer, tol)
+        gained = best.log_sum - trial.log_sum
+        if gained > 1e-12:
+            best, multipliers = trial, richer
+        if gained < 0.2 * tol:
+            break
+    log_value = float(_log_bound(head, order, best.log_sum))
+    details = {"branch": best.name, "kappa": head.kappa, "sigma": head.sigma}
+    if log_value > 709.0:
+        return Bound(
+            math.inf,
+            "upper",
+            p=order,
+            domain=statement.domain,
+            details=details,
+            attention=attention,
+            theorem="mean_field",
+            log_value=log_value,
+        )
+    return certify(
+        "mean_field",
+        statement=replace(statement, options={"branch": best.name, "target": best.log_sum}),
+        multipliers={key: multipliers[key] for key in USED.get(best.name, ())},
+        solver="branch and bound",
+        solver_status="closed",
+        solver_value=safe_exp(log_value),
+        details=details,
+    )
+
+
+@theorem(
+    "mean_field",
+    statement="sigma + N_p T^{1/p}, T by entropy and barycentres",
+    hypotheses="softmax without a mask; any domain and p; any measure",
+    applies=every(softmax(masked=False), any_measure),
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: None, p: float, effort: str) -> Bound:
+    return mean_field(attention, domain, p=p, effort=effort)

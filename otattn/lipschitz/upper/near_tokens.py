@@ -1,0 +1,274 @@
+r"""The Jacobian of softmax attention over all configurations near a given one.
+
+For tokens X and every X' with ``|x'_i - x_i| <= rho``, ``||D_{X'} f||`` is at most the least of
+
+- perturbation: ``||D_X f|| + || [b_ij] ||``, ``b_ij`` bounds of the norms of the blocks of
+  ``D_{X'} f - D_X f``;
+- direct: Cauchy-Schwarz over the intervals in which the rows of P' lie (T2b with intervals);
+- global: a bound of the same map on a domain that contains the ball, when the caller has one. It must say of what it is a
+  bound, and is verified with the certificate.
+
+The intervals, and the proofs of the block bounds, are in
+:mod:`otattn.lipschitz.constants._interval_head`. By the mean value inequality the result bounds
+``|f(X') - f(X'')| / |X' - X''|`` on this convex set of configurations. For several heads the block bounds,
+and the direct bounds, add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse.linalg import svds
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import every, order_two, single_heads, theorem
+from otattn.lipschitz.certificate import (
+    Certificate,
+    Statement,
+    certify,
+    dual_function,
+    multiplier,
+    problem_function,
+)
+from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, top_eigenvalue, triangular
+from otattn.lipschitz.constants._interval_head import IntervalHead, best_thresholds, interval_head
+from otattn.lipschitz.containment import NearTokens
+from otattn.measures import as_discrete
+
+__all__ = ["local_ball"]
+
+Array = NDArray[np.float64]
+_DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
+
+
+def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | None = None) -> Certificate:
+    r"""Certified bound of ``||D_{X'} f||`` over all tokens X' with ``|x'_i - x_i| <= rho``.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention, MultiHeadAttention of such, or MaskedAttention of either
+        A masked attention takes X as a sequence.
+    X : array_like (n, d)
+        Tokens, equal weights.
+    rho : float
+        How far each token may move; 0 gives the local constant.
+    global_bound : Bound, optional
+        An upper bound of the same map, for this n or any measure and p = 2, on a Ball or Box that contains the moved tokens,
+        such as ``lipschitz_upper_bound``. Then the result is never worse.
+
+    Returns
+    -------
+    Certificate
+        Multipliers: the thresholds of the interval simplex bounds, ``values`` and ``keys`` ``(heads, n)``.
+        ``details`` hold ``perturbation``, ``direct``, ``global``, ``branch`` (the least of them),
+        ``local_value`` (attained at X) and ``local_upper``, what the perturbation branch starts from: the
+        same norm rounded outward for up to 2048 rows (or columns) of the Jacobian on the span of the heads,
+        the direct bound at X beyond. Costs n^3 operations and arrays of n^2 (d + e) numbers.
+
+    Raises
+    ------
+    ValueError
+        Tokens of unequal weights, a negative rho, or a global bound that does not cover the moved tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bound = local_ball(SoftmaxAttention(np.eye(2), np.eye(2)), [[1.0, 0.0], [0.0, 1.0]], 1e-3)
+    >>> 1.0 < bound.value / bound.details["local_value"] < 1.02
+    True
+
+    References
+    ----------
+    Our own theorem (local ball); the proofs are in the docstrings of this module and of ``_interval_head``.
+    """
+    heads, _ = _heads(attention)
+    mu = as_discrete(X)
+    check.moderate(mu.points, "X")
+    if not mu.is_uniform:
+        raise ValueError(
+            f"X must be tokens of equal weights, received weights from {mu.weights.min():g} to "
+            f"{mu.weights.max():g}; give the tokens as an (n, d) array, repeated as often as they occur."
+        )
+    tokens = check.points(mu.points, "X", dim=heads[0][0].shape[0])
+    radius = check.positive(rho, "rho", zero=True, limit=check.LARGEST)
+    near = NearTokens(check.frozen(np.array(tokens)), radius)
+    options = {} if global_bound is None else {"global": global_bound}
+    statement = Statement(attention, near, len(tokens), 2.0, options)
+    problem = _data(statement)
+    found = [best_thresholds(head) for head in _interval_heads(problem)]
+    multipliers = {name: np.stack([thresholds[name] for thresholds in found]) for name in ("values", "keys")}
+    parts = _parts(problem, multipliers)
+    if np.isnan(parts["local_value"]):
+        parts["local_value"] = _attained(attention, tokens)
+    branch = min(("perturbation", "direct", "global"), key=lambda name: parts[name])
+    return certify(
+        "local_ball",
+        statement=statement,
+        problem=problem,
+        multipliers=multipliers,
+        solver="thresholds",
+        solver_status="optimal",
+        solver_value=parts[branch],
+        witness=global_bound if branch == "global" else mu,
+        details={"branch": branch, **parts},
+        proved=parts[branch],
+    )
+
+
+@problem_function("local_ball")
+def _problem(statement: Statement) -> dict[str, Any]:
+    """The data, with a global bound that is verified itself."""
+    if "global" in statement.options and not statement.options["global"].verify():
+        raise ValueError("the global bound is not proved.")
+    return _data(statement)
+
+
+def _data(statement: Statement) -> dict[str, Any]:
+    """The heads and tokens on the span that the heads see, and the global value."""
+    if (
+        statement.p != 2.0
+        or not isinstance(statement.domain, NearTokens)
+        or statement.n != len(statement.domain.points)
+    ):
+        raise ValueError("local_ball is about p = 2 and the tokens near given ones; the statement was altered.")
+    heads, causal = _heads(statement.attention)
+    A, V, c, x = _on_span(heads, statement.domain.points)
+    glob = np.inf
+    bound = statement.options.get("global")
+    if bound is not None:
+        if not isinstance(bound, Bound):
+            raise ValueError(
+                f"global_bound must be a Bound, which says of what it is a bound, received {bound!r}; "
+                "lipschitz_upper_bound makes one."
+            )
+        reason = bound.covers(statement.attention, domain=statement.domain, n=statement.n, p=2.0)
+        if reason is not None:
+            raise ValueError(
+                f"global_bound must bound this map on a domain that contains the moved tokens, but {reason}; "
+                f"received {bound!r}. The largest norm of a moved token is at most {_reach(statement.domain):.17g}."
+            )
+        glob = float(bound.value)
+    rho = statement.domain.radius
+    return {"A": A, "V": V, "c": c, "X": x, "rho": rho, "causal": causal, "global": glob}
+
+
+def _reach(near: NearTokens) -> float:
+    return (float(np.linalg.norm(near.points, axis=1).max()) + near.radius) * (1.0 + 1e-15 * near.dim + 1e-15)
+
+
+@dual_function("local_ball")
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
+    parts = _parts(problem, multipliers)
+    return min(parts[name] for name in ("perturbation", "direct", "global"))
+
+
+def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict[str, float]:
+    heads = _interval_heads(problem)
+    n, H = len(problem["X"]), len(heads)
+    thresholds = {name: multiplier(multipliers, name, (H, n), sign=True) for name in ("values", "keys")}
+    here = _interval_heads({**problem, "rho": 0.0})
+    change, direct, at_center = np.zeros((n, n)), 0.0, 0.0
+    for h, (head, still) in enumerate(zip(heads, here, strict=True)):
+        spread = head.spreads({name: value[h] for name, value in thresholds.items()})
+        field_change = head.field_change(*spread)
+        change += head.change(field_change)
+        direct += head.direct(*spread, field_change)
+        at_center += still.direct(*still.spreads({name: np.zeros(n) for name in thresholds}), np.zeros(n))
+    # the rounding of the logits is part of the intervals; what is left is that of a few norms and sums
+    allowance = 1.0 + 64.0 * (n + problem["X"].shape[1]) * EPS
+    norm = _jacobian_norm(here)
+    local = at_center if norm is None else norm[1]
+    return {
+        "perturbation": (local + spectral_norm_upper(change)) * allowance,
+        "direct": direct * allowance,
+        "global": float(problem["global"]),
+        "local_upper": local,
+        "local_value": float("nan") if norm is None else norm[0],
+    }
+
+
+def _interval_heads(problem: Mapping[str, Any]) -> list[IntervalHead]:
+    n = len(problem["X"])
+    mask = np.tril(np.ones((n, n), dtype=bool)) if problem["causal"] else None
+    return [
+        interval_head(problem["X"], A, V, c, problem["rho"], mask)
+        for A, V, c in zip(problem["A"], problem["V"], problem["c"], strict=True)
+    ]
+
+
+def _jacobian_norm(heads: list[IntervalHead]) -> tuple[float, float] | None:
+    """``||D_X f||`` and the same rounded outward; None when the matrix is too large."""
+    n, e, d = len(heads[0].P), heads[0].values.shape[1], heads[0].g.shape[1]
+    if n * min(e, d) > _DENSE_LIMIT:
+        return None
+    J = heads[0].jacobian()
+    for head in heads[1:]:
+        J += head.jacobian()
+    gram = J @ J.T if e <= d else J.T @ J
+    return top_eigenvalue(gram)
+
+
+def _attained(attention: Any, tokens: Array) -> float:
+    """A value that the Jacobian at the tokens attains (Lanczos from a fixed start)."""
+    J = attention.jacobian(tokens)
+    start = np.random.default_rng(0).standard_normal(min(J.shape))
+    _, _, right = svds(J, k=1, v0=start, tol=1e-6)
+    return float(np.linalg.norm(J.matvec(right[0])) / np.linalg.norm(right[0]))
+
+
+def _heads(attention: Any) -> tuple[list[tuple[Array, Array, Array]], bool]:
+    causal = isinstance(attention, MaskedAttention)
+    whole = attention.attention if isinstance(attention, MaskedAttention) else attention
+    parts: list[tuple[Any, Array | None]]
+    if isinstance(whole, MultiHeadAttention):
+        causal = causal or whole.causal
+        heads = [h.attention if isinstance(h, MaskedAttention) else h for h in whole.heads]
+        parts = list(zip(heads, whole.outputs or [None] * len(heads), strict=True))
+    else:
+        parts = [(whole, None)]
+    for head, _ in parts:
+        if not isinstance(head, SoftmaxAttention):
+            raise TypeError(
+                f"attention must be made of softmax heads, received {type(head).__name__}; "
+                "for other variants see local_lipschitz and lipschitz_upper_bound."
+            )
+    out = [(h.A, h.V if W is None else W @ h.V, np.zeros(h.in_dim) if h.bias is None else h.bias) for h, W in parts]
+    return out, causal
+
+
+def _on_span(heads: list[tuple[Array, Array, Array]], tokens: Array) -> tuple[Array, Array, Array, Array]:
+    """Heads and tokens on the span that the heads see, values up to an isometry: norms do not change."""
+    A, V, c = (np.stack(part) for part in zip(*heads, strict=True))
+    scaled = [M / max(float(np.linalg.norm(M)), 1e-300) for M in (*A, *np.swapaxes(A, 1, 2), *V, *c[:, None])]
+    basis, _ = row_span(*scaled)  # what it misses is of the size of the rounding of A and V
+    if basis is not None:
+        A, V, c, tokens = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis
+    stack = np.concatenate(list(np.swapaxes(V, 1, 2)))  # a common isometry of the outputs: rotate onto their span
+    return A, np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2), c, tokens
+
+
+def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    odd = next((h for h, _ in single_heads(attention) if not isinstance(h, SoftmaxAttention)), None)
+    if odd is not None:
+        return f"every head must be SoftmaxAttention, received {type(odd).__name__}"
+    if not isinstance(domain, NearTokens):
+        return f"domain must be the tokens near given ones (relaxations.local_ball), received {domain!r}"
+    return None if n == len(domain.points) else f"n must be {len(domain.points)}, the number of tokens, received {n}"
+
+
+@theorem(
+    "local_ball",
+    statement="intervals of the attention weights when every token moves by at most rho",
+    hypotheses="softmax heads, one or several, masked or not; the balls around given tokens; p = 2",
+    applies=every(order_two, _near_tokens),
+    closed=False,
+    rigorous=False,
+)
+def _best(attention: Any, near: NearTokens, n: int, p: float, effort: str) -> Certificate:
+    return local_ball(attention, near.points, near.radius)

@@ -1,0 +1,335 @@
+r"""The discrete constant of positive semidefinite forms at moderate ``||A|| R^2``: weighted column sums (T19).
+
+Let A be symmetric PSD, without bias, V any matrix, tokens ``|x_i| <= R = 1``, ``a = ||A||``, ``v = ||V||``. Logits
+are ``l_ik = a <y_i, y_k>`` with ``y = A^{1/2} x / sqrt(a)``, ``|y| <= |x| <= 1``. Write ``h_i = |y_i|``, ``g_i = A
+x_i``, so ``|g_i| <= a h_i``; ``P_ij``, ``m_i``, ``C_i`` for the weights, mean and covariance of row i, ``lam_i = tr
+C_i`` and ``Gamma_i = |g_i|^2 lam_i``. Then ``D f eps = V (K eps + D eps)``, ``K_i eps = sum_k P_ik (I + (x_k - m_i)
+g_i^T) eps_k``, ``|V C_i A eps_i| <= v b lam_i |eps_i|`` with ``v b = max_{|u|=1} |V u| |A^T u|``.
+
+**Row.** For a unit u let ``N_k = |u + <u, x_k - m_i> g_i|``. As the ``x_k - m_i`` are centred, ``sum_k P_ik N_k^2 <=
+1 + Gamma``. A single token of mass p at distance s from the mean along u has ``p s^2 + (1-p) (p s/(1-p))^2 <= lam``,
+so ``p N_k^2 <= p (1 + |g||s|)^2 <= D(p) := (1 + tau) p + (1 + 1/tau) (1-p) Gamma`` for each ``tau > 0``, and ``sum_k
+P_ik (P_ik N_k^2 / D(P_ik)) <= 1``. By Cauchy-Schwarz, for every ``eta >= 0``,
+
+.. math:: |K_i\epsilon|^2 \le \sum_k c(P_{ik}, \Gamma_i) |\epsilon_k|^2, \qquad
+          \frac{1 + \eta}{c(p, \Gamma)} = \frac{1}{p (1 + \Gamma)} + \frac{\eta}{D(p)} ,
+
+since ``sum_k (P_ik N_k)^2 / c <= (1 + eta)/(1 + eta)``. A token that holds most of a row moves its mean little: c is
+far below ``p (1 + Gamma)`` for p near 1. It increases in Gamma.
+
+**N1 (K and D do not add).** ``|K_i eps + D_i eps_i|^2 <= (1 + t_i) |K_i eps|^2 + (1 + 1/t_i) |D_i eps_i|^2``; collect
+by ``|eps_j|^2``, with ``t_i = t(h_i)`` and ``h_j = r``:
+
+.. math:: \|Df\|^2 \le v^2 \max_j \Bigl[ \sum_{i \ne j} (1 + t_i) c(P_{ij}, \Gamma_i)
+          + (1 + t_j) c(P_{jj}, \Gamma_j) + (1 + 1/t_j) (b \lambda_j)^2 \Bigr] .
+
+**N2 (column sums).** Let ``S`` be the sum over ``i != j``, ``w_i`` its terms, ``p_i = P_ij``, ``q_i = P_ii``,
+``alpha_i = w_i / S``. With H the entropy of alpha, ``log S = E_alpha[log w_i] + H``, and H is bounded in two ways.
+The first: ``H = E_alpha[-log alpha_i]`` where ``E_alpha[1/alpha_i] <= n - 1``. The second: let ``Q_i = P_i / (1 -
+p_i)`` on the tokens ``k != j``; Gibbs' identity ``log sum_{k != j} e^{l_ik} = H + sum_k alpha_k l_ik +
+KL(alpha|Q_i)`` and ``logit p_i = l_ij - log sum_{k != j} e^{l_ik}`` give, averaged over alpha with ``ybar = E_alpha
+y``,
+
+.. math:: H = a\langle \bar y, y_j - \bar y\rangle - E_\alpha[\operatorname{logit} p_i] - E_\alpha[KL(\alpha|Q_i)] .
+
+Here ``KL(alpha|Q_i) >= kl(alpha_i | q_i/(1-p_i))``, the binary divergence of "token i or not": a row that sees itself
+has few like it. With u the direction of ``y_j``, ``s_i = <y_i, u>``, ``-|ybar|^2 <= sigma'^2 - 2 sigma' E s``,
+``sigma' = sigma r``. Hence, for every ``mu`` in [0, 1], ``sigma``, ``xi >= 0``, functions of r, a maximum over single
+rows bounds the sum:
+
+.. math:: \log S \le \max \; \log w + \mu [\log(1-p) - \log p + (1 - 2\sigma) l_{ij}] + \mu a \sigma^2 r^2
+          + \max_{0 < x \le 1} \{ -(1-\mu)\log x - \mu\, kl(x | \tfrac{q}{1-p}) + \xi (n - 1 - 1/x) \} .
+
+Rows with ``p < 1e-6/n`` are left out of S and added at their largest: alpha then lives on fewer tokens, which changes
+nothing.
+
+**N3 (what a row can be).** ``l_ij = a h^2 + log(p/q)`` and ``|l_ij| <= a r h``. With ``rho = 1 - p - q``, the other
+tokens have ``|l_ik| <= a h``, so ``(n-2) q e^{-a(h + h^2)} <= rho <= (n-2) q e^{a(h - h^2)}``. ``E_{P_i} l = log Z -
+H(P_i)`` with ``log Z = l_ii - log q`` and ``H(P_i) <= -p log p - q log q - rho log(rho/(n-2))`` gives
+
+.. math:: a h |m^y_i| \ge \langle g_i, m_i\rangle \ge E := a h^2 - \log q + p \log p + q \log q + \rho \log\frac{\rho}{n-2},
+
+``m^y`` the mean of y, ``|m^y| <= |m|``. With ``|x|^2 <= z(h) := min(1, h^2 a/a_min)``, a_min the least eigenvalue of
+A,
+
+.. math:: \lambda_i \le 1 - p (1 - z(r)) - q (1 - z(h)) - (E_+/(ah))^2 ,
+
+and ``lam <= 4 p (1-p)`` when p > 1/2 (``m = p x_j + (1-p) m'``, so ``|m| >= p |x_j| - (1-p)``, and the bound of the
+trace increases with ``|x_j| <= 1``), likewise for q. ``a^2 h^2`` times this bounds Gamma, increasing in ``|g|``. For
+the row j itself: p merges with q, ``1 - q`` is shared by n - 1 tokens.
+
+**Evaluation.** All is a function of ``(r, h, log p, log q)`` that increases in r: boxes, branch and bound. Weights
+and multipliers may be any: they are searched for on samples, and only the last maximum is proved.
+
+When A is within delta of a PSD matrix (rounding), the constant moves by at most ``v delta ((4 + 7a) sqrt(n) + 2a +
+1)``: along the segment the logits move by delta, so ``|dP_ik| <= 2 delta P_ik``, ``|dm_i| <= 2 delta``, ``||dC_i|| <=
+2 delta``; insert these in ``D f`` and use ``||P|| <= sqrt(n)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn._linalg import mid, norm_upper
+from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
+from otattn.lipschitz.arithmetic.rounding import least, product, top
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import every, order_two, softmax, theorem, tokens
+from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
+from otattn.lipschitz.constants._options import number, trivial
+from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
+from otattn.lipschitz.constants.self_logit import UnitHead, head_of, least_stretch, psd_defect, unit_head
+from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
+from otattn.lipschitz.upper._psd_search import Plan, add_rows, choose, refine
+from otattn.measures.domains import Ball, Domain
+
+__all__ = ["psd"]
+
+Array = NDArray[np.float64]
+
+_MARGIN = 5e-10, 1e-14
+"""Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""
+_OWN_CELLS = 1024
+_CELLS = 1_500_000
+_LARGEST = 1000.0
+"""Beyond this ``||A|| R^2`` the masses of rows underflow; a row then sees nothing of its own token anyway."""
+
+
+class _OwnTerm:
+    """Range maxima of :meth:`Columns.own_table`."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.levels = [columns.own_table(_OWN_CELLS)]
+        while 2 ** len(self.levels) <= _OWN_CELLS:
+            last, step = self.levels[-1], 2 ** (len(self.levels) - 1)
+            self.levels.append(np.maximum(last[:-step], last[step:]))
+
+    def __call__(self, r0: Array, r1: Array) -> Array:
+        """Upper bound on ``[r0, r1]``."""
+        first = np.clip(np.floor(r0 * _OWN_CELLS).astype(int), 0, _OWN_CELLS - 1)
+        last = np.clip(np.ceil(r1 * _OWN_CELLS).astype(int) - 1, first, _OWN_CELLS - 1)
+        level = np.log2(last - first + 1).astype(int)
+        out = np.empty(r0.shape)
+        for k in np.unique(level):
+            at = level == k
+            out[at] = np.maximum(self.levels[k][first[at]], self.levels[k][last[at] - 2**k + 1])
+        return out
+
+
+def _cell_bound(columns: Columns, edges: Array, multipliers: Multipliers) -> CellBound:
+    """The logarithm of ``(bound / v)^2`` on boxes."""
+    own, share = _OwnTerm(columns), OwnShare(multipliers, columns.n, exact=columns.exact)
+    faint = top(columns.faint())
+    wrap: Any = lift if columns.exact else np.asarray
+
+    def bound(lo: Array, hi: Array) -> tuple[Array, Array]:
+        cell = np.clip(np.searchsorted(edges, 0.5 * (lo[0] + hi[0])) - 1, 0, edges.size - 2)
+        off, pull = columns.off(lo, hi, multipliers.at(cell))
+        seen = np.minimum(1.0, np.exp(wrap(lo[3])) / np.maximum(-np.expm1(wrap(lo[2])), 1e-300))
+        alone = own(lo[0], hi[0])
+        whole = wrap(off) + share(cell, np.asarray(lower(seen)))
+        off = np.asarray(upper(whole))
+        total = np.asarray(upper(np.logaddexp(whole, np.log(wrap(alone) + faint))))
+        pull = pull * np.exp(np.minimum(off - total, 0.0))
+        middle, wide = 0.5 * (lo[0] + hi[0]), hi[0] > lo[0]
+        excess = 2 * alone - own(lo[0], middle) - own(middle, hi[0])
+        pull[0] += np.where(wide, excess * np.exp(-np.minimum(total, 700.0)), 0.0)
+        return np.where(off > -np.inf, total, -np.inf), pull
+
+    return bound
+
+
+def _prove(columns: Columns, edges: Array, multipliers: Multipliers, *, tol: float, max_cells: int) -> Maximum:
+    """The maximum over all boxes."""
+    return maximise(_cell_bound(columns, edges, multipliers), *columns.start(edges), tol=tol, max_cells=max_cells)
+
+
+@problem_function("psd")
+def _problem(statement: Statement) -> dict[str, Any]:
+    if statement.p != 2.0:
+        raise ValueError(f"p must be 2 for psd, received {statement.p:g}.")
+    n = check.count(statement.n, "n", least=2)
+    return {"head": head_of(statement), "n": n, "target": number(statement.options, "target", least=-math.inf)}
+
+
+@dual_function("psd", exact=True)
+def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+    head, n = problem["head"], problem["n"]
+    t0, g, t1 = multiplier(multipliers, "split", (3,), sign=True).tolist()
+    eta = float(multiplier(multipliers, "eta", (1,), sign=True)[0])
+    tau = float(multiplier(multipliers, "tau", (1,), positive=True)[0])
+    edges = multiplier(multipliers, "edges", multipliers["edges"].shape, sign=True)
+    cells = (edges.size - 1,)
+    if edges.ndim != 1 or edges.size < 2 or edges[0] != 0 or edges[-1] != 1 or not (np.diff(edges) > 0).all():
+        raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
+    mu = multiplier(multipliers, "mu", cells, sign=True)
+    if g < 1 or t1 <= 0 or (mu > 1).any():
+        raise ValueError(f"g must be at least 1, t1 positive, mu in [0, 1], received {g}, {t1}, {mu.max()}.")
+    own = Multipliers(mu, multiplier(multipliers, "sigma", cells), multiplier(multipliers, "xi", cells, positive=True))
+    stretch, defect = _hypotheses(head)
+    columns = Columns(head.a, _field_share(head), stretch, n, (t0, g, t1), eta, tau)
+    # boxes below the target need no splitting: only that none exceeds it is to be shown
+    bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
+    log_square = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
+    return _bound(log_square, head, n, defect)
+
+
+def _bound(log_square: float, head: UnitHead, n: int, defect: float) -> Any:
+    """The bound that a proved maximum gives, outward."""
+    a, log_value = head.a, lift(log_square) if head.exact else log_square
+    whole = np.exp(0.5 * (log_value + (0.0 if head.exact else _MARGIN[0] + _MARGIN[1] * a**2)))
+    return head.v * (whole + defect * (1 + 1e-12) * ((4 + 7 * a) * np.sqrt(lift(n) if head.exact else n) + 2 * a + 1))
+
+
+def _field_share(head: UnitHead) -> Any:
+    """``sup ||V C A|| / (||V|| tr C)``."""
+    # a subnormal product has lost its digits
+    if top(head.trace_sigma) <= 1e-290:
+        return head.a
+    return least(head.a, product(head.trace_sigma / head.v, 1 + 1e-14))
+
+
+def _fails(head: UnitHead) -> str | None:
+    """Why the head is none of this theorem."""
+    if top(head.v) == 0.0:
+        return None
+    if not head.centred:
+        return (
+            "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
+            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
+        )
+    if top(head.a) > _LARGEST:
+        return f"||A|| R^2 must be at most {_LARGEST:g}, received {top(head.a):g}"
+    if not math.isfinite(psd_defect(head)):
+        A = mid(head.A)
+        return (
+            "the form A must be symmetric positive semidefinite, received a skew part of norm "
+            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2)"
+        )
+    return None
+
+
+def _semidefinite(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return _fails(unit_head(attention, domain))
+
+
+def _hypotheses(head: UnitHead) -> tuple[Any, float]:
+    """``a`` over the least eigenvalue, and the distance of A to the PSD matrices, both outward."""
+    why = _fails(head)
+    if why is not None:
+        raise ValueError(f"psd does not apply: {why}; use relaxations.joint, which has no such hypothesis.")
+    defect = psd_defect(head)
+    # singular values of A are within the defect of those of the PSD matrix
+    low = (least_stretch(head) - defect) * (1 - 1e-12)
+    return (head.a / low if low > 1e-12 * top(head.a) else math.inf), defect
+
+
+def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep") -> Bound:
+    """Upper bound of the Lipschitz constant of n tokens for a positive semidefinite form (T19), by branch and bound.
+
+    It is much sharper than the general bounds for ``||A|| R^2`` up to about 30, where a row still sees its own token, and n up
+    to a few dozen; free of the dimension. For multiples of the identity it knows the norm of every token; for other PSD
+    forms it knows the norms of ``A^{1/2} x``, and how much they say of ``|x|`` through the least eigenvalue.
+
+    Parameters
+    ----------
+    attention : SoftmaxAttention
+        A symmetric positive semidefinite (to 1e-10), any V, no query bias.
+    domain : Domain or float
+        Centred at 0; a float is the radius of a ball. Other domains are enclosed in a ball.
+    n : int
+        Number of tokens, uniform weights, at least 2.
+    effort : {"fast", "deep"}
+        Search for the multipliers, and gap of the branch and bound: 1 percent or 0.25 percent.
+
+    Returns
+    -------
+    Certificate
+        Multipliers: the weights ``split`` (t0, g, t1), ``eta``, ``tau``; the cells of r (``edges``) with their ``mu``, ``sigma``
+        and ``xi``. A plain :class:`Bound` when A or V is zero.
+
+    Raises
+    ------
+    ValueError
+        A is not PSD, ``||A|| R^2 > 1000``, a bias or a domain off centre, fewer than two tokens, another kind of attention.
+
+    Examples
+    --------
+    >>> from otattn.attention import SoftmaxAttention
+    >>> bound = psd(SoftmaxAttention([[4.0]], [[1.0]]), 1.0, n=2, effort="fast")
+    >>> bound.value < 4, bound.verify()
+    (True, True)
+
+    References
+    ----------
+    Our own theorem; the proof is in the docstring of this module.
+    """
+    if effort not in ("fast", "deep"):
+        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
+    count = check.count(n, "n", least=2)
+    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), count, 2.0)
+    head = head_of(statement)
+    if head.v == 0.0 or (head.a == 0.0 and head.centred):
+        # A = 0: the mean of the tokens, n times over
+        return trivial(statement)
+    stretch, defect = _hypotheses(head)
+    deep = effort == "deep"
+    base = Columns(head.a, _field_share(head), stretch, count, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
+    plan = choose(base, deep=deep)
+    tol, cells = (5e-3, _CELLS) if deep else (2e-2, _CELLS // 5)
+    plan, found = _polish(plan, rounds=8 if deep else 2, tol=4 * tol, max_cells=cells // 3)
+    found = _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=cells)
+    columns, sought = plan.columns, plan.multipliers
+    return certify(
+        "psd",
+        statement=replace(statement, options={"target": found.value}),
+        multipliers={
+            "split": np.array(columns.split),
+            "eta": np.array([columns.eta]),
+            "tau": np.array([columns.tau]),
+            "edges": plan.edges,
+            "mu": sought.mu,
+            "sigma": sought.sigma,
+            "xi": sought.xi,
+        },
+        solver="branch and bound",
+        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_value=float(_bound(found.seen, head, count, 0.0)),
+        details={"sigma": head.trace_sigma, "cells": found.cells, "radius_at_worst": float(found.hi[0])},
+        # the maximum has just been proved: what a recheck raises it by is added
+        proved=float(_bound(found.value + 1e-11, head, count, defect)),
+    )
+
+
+def _polish(plan: Plan, *, rounds: int, tol: float, max_cells: int) -> tuple[Plan, Maximum]:
+    """Better multipliers where the maximum stands: its box joins the sampled rows."""
+    found = _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=max_cells)
+    for _ in range(rounds):
+        cell = int(np.clip(np.searchsorted(plan.edges, 0.5 * (found.lo[0] + found.hi[0])) - 1, 0, plan.edges.size - 2))
+        weights = np.array(np.meshgrid(*[np.linspace(0.0, 1.0, 3)] * 4)).reshape(4, -1)
+        points = found.lo[:, None] + weights * (found.hi - found.lo)[:, None]
+        richer = add_rows(plan, cell, points)
+        trial = refine(richer, cell)
+        better = _prove(trial.columns, trial.edges, trial.multipliers, tol=tol, max_cells=max_cells)
+        if better.value > found.value - 0.1 * tol:
+            break
+        plan, found = trial, better
+    return plan, found
+
+
+@theorem(
+    "psd",
+    statement="small forms, where a row still sees its own token: a program over one row",
+    hypotheses="softmax without a mask and without a bias, A symmetric PSD; domain centred at 0; n >= 2 tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(least=2), order_two, _semidefinite),
+    closed=False,
+)
+def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
+    return psd(attention, domain, n=n, effort=effort)

@@ -1,0 +1,161 @@
+r"""Bounds of one head of any kind, and of several heads together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
+from otattn.attention.pointwise import PointwiseAttention
+from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.arithmetic.rounding import log_sum, top
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import every, several_heads, single_heads, sum_of_heads, theorem
+from otattn.lipschitz.constants.regions import Region, Seen, check_count, resolve_domain, see
+from otattn.lipschitz.constants.setting import form_of
+from otattn.lipschitz.constants.sum_of_heads import HeadPart, combine_heads, heads_of
+from otattn.lipschitz.upper.l2 import l2_bounds
+from otattn.lipschitz.upper.masked import masked_softmax_bounds
+from otattn.lipschitz.upper.softmax import outward, softmax_bounds
+from otattn.lipschitz.upper.unnormalised import unnormalised
+from otattn.measures.domains import Ball, Domain
+
+__all__ = ["head_upper_bounds", "multi_head_bound"]
+
+Array = NDArray[np.float64]
+
+
+def head_upper_bounds(
+    head: AttentionMap,
+    V: Array | None,
+    region: Region,
+    n: int | None,
+    p: float,
+    *,
+    causal: bool,
+    base: Seen | None = None,
+) -> list[Bound]:
+    """Our closed-form upper bounds of a head whose value matrix is replaced by V (None: the identity).
+
+    For n equal atoms the bounds for any measure are among them. The list is empty where no theorem applies.
+    ``base`` are the numbers of a softmax head with other values.
+    """
+    counts = [n] if n is None or n == 1 else [n, None]
+    if isinstance(head, SoftmaxAttention):
+        if base is None:
+            base = see(
+                form_of(head, V, causal=causal, exact=region.exact, ball=isinstance(region.domain, Ball)), region
+            )
+            seen = base
+        else:
+            seen = base.with_values(V)
+        bounds = masked_softmax_bounds if causal else softmax_bounds
+        return [b for count in counts for b in bounds(seen, count, p)]
+    if isinstance(head, L2Attention):
+        return l2_bounds(head, V, region, counts, p, causal)
+    if isinstance(head, PointwiseAttention):
+        return [unnormalised(head, V, region, n, p)]
+    return []
+
+
+def multi_head_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""Several heads: ``min_s lambda_max( sum_h c_h^2 U_h U_h^T / s_h )^{1/2}``, s in the simplex.
+
+    For ``p >= 2``, with ``U_h = W_h V_h`` and ``c_h`` the smallest of our bounds of head h with the identity
+    for a value matrix; or with ``U_h = W_h`` and ``c_h`` the bound of head h as it is. The plain sum of the
+    heads' bounds (with values ``W_h V_h``) is the third candidate, and the only one for ``p < 2``.
+
+    Proof. With ``y_h`` the derivative of that head, for every s in the simplex
+    ``|sum_h U_h y_h| <= || [c_h U_h / sqrt(s_h)]_h || ( sum_h s_h |y_h|^2 / c_h^2 )^{1/2}`` pointwise; the
+    root's ``L^p`` norm is at most ``(sum_h s_h ||y_h||_p^2 / c_h^2)^{1/2} <= 1`` times that of eps, by the
+    triangle inequality of ``L^{p/2}``. Every s certifies; the search below lowers a convex function.
+
+    Parameters
+    ----------
+    attention : MultiHeadAttention of softmax, L2 or unnormalised heads, or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int, optional
+        None is the mean-field constant.
+    p : float
+        In ``[1, inf]``.
+
+    Returns
+    -------
+    Bound
+        kind "upper"; ``details["log_head_bounds"]`` the ``log c_h``, ``details["shares"]`` the s found.
+
+    Raises
+    ------
+    ValueError
+        A head of another kind, or one for which no theorem applies (masked, mean-field, p = 1).
+
+    References
+    ----------
+    otattn, multi-head bound.
+    """
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("multi_head_bound", attention, region, check_count(n), check.check_order(p))
+
+
+def _each_is_bounded(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
+    """Every head has a closed form of its own."""
+    for head, causal in single_heads(attention):
+        order = p > 1.0 if isinstance(head, SoftmaxAttention) else math.isinf(p)
+        if causal and n is None and not order and not isinstance(head, PointwiseAttention):
+            return f"no closed form bounds masked {type(head).__name__} for any measure and p = {p:g}; give n, or another p"
+    return None
+
+
+@theorem(
+    "multi_head_bound",
+    statement="min_s lambda_max(sum_h c_h^2 U_h U_h^T / s_h)^{1/2}",
+    hypotheses="several softmax, L2 or unnormalised heads, each with a bound of its own; any domain",
+    applies=every(several_heads, sum_of_heads, _each_is_bounded),
+)
+def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    parts, region = heads_of(attention, exact=exact), Region.of(domain, exact=exact)
+    bases = [
+        see(form_of(part.head, part.head.V, causal=part.causal, exact=exact), region)
+        if isinstance(part.head, SoftmaxAttention)
+        else None
+        for part in parts
+    ]
+
+    def best(values: Sequence[Any]) -> list[float]:
+        return [_best(*args, region, n, p) for args in zip(parts, values, bases, strict=True)]
+
+    logs = best([part.compact for part in parts])
+    shares, combination = None, "sum"
+    value: Any = log_sum(*(lift(x) for x in logs)) if exact and max(logs) > -math.inf else log_sum(*logs)
+    value = top(value)
+    if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
+        for name, factors, values in (
+            ("identity", [part.values for part in parts], [None] * len(parts)),
+            ("outputs", [part.output for part in parts], [part.head.V for part in parts]),
+        ):
+            singles = best(values)
+            joint, s = combine_heads(factors, singles)
+            if top(joint) < value:
+                value, shares, combination, logs = top(joint), s, name, singles
+    details: dict[str, Any] = {"log_head_bounds": logs, "combination": combination}
+    if shares is not None:
+        details["shares"] = [float(s) for s in shares]
+    return outward(lift(value) if exact and value > -math.inf else value, "multi_head_bound", domain, n, p, details)
+
+
+def _best(part: HeadPart, V: Array | None, base: Seen | None, region: Region, n: int | None, p: float) -> float:
+    return min(b.log_value for b in head_upper_bounds(part.head, V, region, n, p, causal=part.causal, base=base))

@@ -1,0 +1,126 @@
+r"""Our Lipschitz bound of unnormalised attention (sigmoid, ReLU, linear, exponential), with its proof."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm_upper
+from otattn.attention import (
+    AttentionMap,
+    ExponentialAttention,
+    LinearAttention,
+    ReLUAttention,
+    SigmoidAttention,
+)
+from otattn.attention.pointwise import PointwiseAttention
+from otattn.lipschitz.arithmetic.balls import BallMatrix
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
+from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.catalogue import theorem, unmasked, unnormalised_map
+from otattn.lipschitz.constants.quadratic import max_norm_product
+from otattn.lipschitz.constants.regions import Region, Seen, check_count, largest_norm, resolve_domain
+from otattn.lipschitz.constants.setting import SoftmaxForm
+from otattn.lipschitz.upper.softmax import outward
+from otattn.measures.domains import Domain, Ellipsoid
+
+__all__ = ["pointwise_bound"]
+
+Array = NDArray[np.float64]
+
+
+def pointwise_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+) -> Bound:
+    r"""``v sup (|h(s)| + a |h'(s)|) + sigma sup |h'(s)|`` over ``|s| <= a``, for every p and every measure.
+
+    ``Gamma(x) = V int h(<A x, y>) y dmu(y)``, ``R = max |x|`` (from the origin: this map sees translations),
+    ``a = R max |A x|``, ``sigma = R^2 max_{|u|=1} |V u| |A^T u|`` (the largest ``||V M A||`` over second
+    moments M).
+
+    Proof. Moving the tokens by eps moves the image of x by ``V int (h I + h' y g^T) eps(y) dmu(y)
+    + V (int h' y y^T dmu) A eps(x)`` with ``g = A x``. The first kernel has norm at most ``|h| + |h'| |y|
+    |g|`` for every pair, so its integral maps ``L^p(mu)`` to ``L^p(mu)`` with that constant, mu having mass
+    1. The matrices ``int h' y y^T dmu`` lie in the convex hull of ``+- sup|h'| R^2 u u^T``. Under a mask a
+    row integrates over part of mu. ReLU is Lipschitz and has this derivative almost everywhere along every
+    path.
+
+    Parameters
+    ----------
+    attention : SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention, or MaskedAttention of one
+    radius : float, optional
+        Tokens in the centred ball; or ``domain``.
+    domain : Domain, optional
+    n : int, optional
+        Recorded only.
+    p : float
+        In ``[1, inf]``.
+
+    Examples
+    --------
+    >>> pointwise_bound(LinearAttention([[1.0]], [[1.0]]), radius=1.0).value
+    3.000...
+
+    References
+    ----------
+    otattn, unnormalised bound.
+    """
+    region = resolve_domain(radius, domain, attention.in_dim)
+    return prove("pointwise_bound", attention, region, check_count(n), check.check_order(p))
+
+
+@theorem(
+    "pointwise_bound",
+    statement="v sup(|h| + a |h'|) + sigma sup |h'|",
+    hypotheses="unnormalised, masked or not; any domain, n and p",
+    applies=unnormalised_map,
+)
+def _pointwise(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    head: Any = unmasked(attention)
+    return unnormalised(head, head.V, Region.of(domain, exact=exact), n, p)
+
+
+def unnormalised(head: PointwiseAttention, V: Any, region: Region, n: int | None, p: float) -> Bound:
+    """The bound with the value matrix V in place of the head's own; None is the identity."""
+    domain, exact = region.domain, region.exact
+    wrap: Any = BallMatrix.exact if exact else np.asarray
+    A, values = wrap(head.A), wrap(np.eye(len(head.A)) if V is None else V)
+    R = largest_norm(domain, exact=exact)
+    # the largest |A x| is the gradient bound of a softmax head without bias
+    seen = Seen(SoftmaxForm(A, values, None, False, None), region)
+    a = up(product(R, seen.G))
+    sigma = product(max_norm_product(values, A), R, R)
+    if isinstance(domain, Ellipsoid) and not np.any(domain.center):
+        sigma = least(sigma, seen.sigma)
+    log_first, log_slope = _suprema(head, a)
+    value = log_sum(log(spectral_norm_upper(values)) + log_first, log(sigma) + log_slope)
+    return outward(value, "pointwise_bound", domain, n, p, {"sigma": sigma, "a": a})
+
+
+def _suprema(head: Any, a: Any) -> tuple[Any, Any]:
+    """Logarithms of ``sup (|h| + a |h'|)`` and ``sup |h'|`` over ``|s| <= a``."""
+    if isinstance(head, LinearAttention | ReLUAttention):
+        return log(2.0 * a), 0.0
+    if isinstance(head, ExponentialAttention):
+        return a + np.log1p(a), a
+    if isinstance(head, SigmoidAttention):
+        number: Any = lift(1.0) if is_interval(a) else 1.0
+        # q + a q (1 - q) in q = h(s), largest at q = (1 + a) / (2 a), or at the end of the range
+        end = number / (1.0 + np.exp(-a))
+        inner = 0.25 * (np.square(1.0 + a) / np.maximum(a, 1e-300))
+        at_end = end + a * end * (1.0 - end)
+        largest = at_end if top(a) <= 1.0 else np.where((a > 1.0) & (end * (2.0 * a) > 1.0 + a), inner, at_end)
+        return log(largest), np.log(0.25 * number)
+    raise ValueError(
+        f"attention must be one of the four unnormalised variants, received {type(head).__name__}; "
+        "bounds of |h| and |h'| are known for those."
+    )

@@ -1,0 +1,192 @@
+"""The best proven upper bound of a Lipschitz constant: the least of all theorems and relaxations that apply."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from otattn import _validate as check
+from otattn._linalg import spectral_norm
+from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.errors import CertificateError
+from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import THEOREMS, Theorem, every, order_two, several_heads, theorems, unmasked
+from otattn.lipschitz.catalogue import theorem as _theorem
+from otattn.lipschitz.constants.regions import check_count, resolve_domain
+from otattn.lipschitz.table import closed_bounds, table
+from otattn.lipschitz.upper.multihead import head_with_values, multihead
+from otattn.measures import Domain
+
+__all__ = ["Effort", "lipschitz_upper_bound", "upper_bounds"]
+
+Effort = Literal["fast", "deep"]
+PAIR_DIMENSION = 24
+"""The bound of two tokens decomposes thousands of matrices of twice this size."""
+
+
+def upper_bounds(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+    effort: Effort = "fast",
+) -> list[Bound]:
+    """All proven upper bounds that apply, from small to large; the parameters are those of :func:`lipschitz_upper_bound`.
+
+    A relaxation whose certificate cannot be repaired is left out: the closed forms need no solver.
+    """
+    if effort not in ("fast", "deep"):
+        raise ValueError(f'effort must be "fast" or "deep", received {effort!r}.')
+    region = resolve_domain(radius, domain, attention.in_dim)
+    order = check.check_order(p)
+    out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
+    for record in THEOREMS.values():
+        if record.closed or record.quantity != "lipschitz" or not _worth_it(record, attention, n, order, out):
+            continue
+        out += _attempt(record, attention, region, n, order, effort)
+    return sorted(out, key=lambda b: (b.value, b.log_value))
+
+
+def _attempt(
+    record: Theorem, attention: AttentionMap, region: Domain, n: int | None, p: float, effort: Effort
+) -> list[Bound]:
+    # a theorem about any measure bounds the constant for n tokens too
+    counts = [c for c in dict.fromkeys((n, None)) if record.reason(attention, region, c, p) is None]
+    if not counts:
+        return []
+    try:
+        bound = record.evaluate(attention, region, counts[0], p, effort)
+    except CertificateError:
+        return []  # what the solver proposed cannot be repaired: the others stand
+    return [] if math.isnan(bound.value) else [bound]
+
+
+def _plain_softmax(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    whole: Any = unmasked(attention)
+    odd = next((h for h in whole.heads if not isinstance(h, SoftmaxAttention)), None)
+    return None if odd is None else f"every head must be SoftmaxAttention, received {type(odd).__name__}"
+
+
+@_theorem(
+    "multihead",
+    statement="min_s lambda_max(sum_h c_h^2 U_h U_h^T / s_h)^{1/2} of the heads' best bounds",
+    hypotheses="several softmax heads, masked or not; any domain and n; p = 2",
+    applies=every(several_heads, order_two, _plain_softmax),
+    closed=False,
+)
+def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, effort: Effort) -> Bound:
+    # bounds of the heads with the identity for their values: multihead checks that this is what they are
+    whole: Any = unmasked(attention)
+    heads = [head_with_values(attention, h, None) for h in range(len(whole.heads))]
+    return multihead(attention, [upper_bounds(h, domain=domain, n=n, p=p, effort=effort)[0] for h in heads])
+
+
+def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float, closed: list[Bound]) -> bool:
+    """Whether a relaxation may win, or costs little.
+
+    The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions.
+    """
+    if record.key == "pair":
+        return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
+    if record.key != "mean_field" or not isinstance(attention, SoftmaxAttention):
+        return True
+    best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
+    exponents = [float(b.details["kappa"]) for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
+    v = spectral_norm(attention.V)
+    if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
+        return True
+    return min(exponents) / p + math.log(v) < best + 0.5
+
+
+def lipschitz_upper_bound(
+    attention: AttentionMap,
+    *,
+    radius: float | None = None,
+    domain: Domain | None = None,
+    n: int | None = None,
+    p: float = 2,
+    theorem: str | None = None,
+    effort: Effort = "fast",
+) -> Bound:
+    """A proven upper bound of the W_p Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu``.
+
+    Parameters
+    ----------
+    attention : AttentionMap
+        Softmax, L2, unnormalised, or multi-head attention of such, masked or not (masked: the conditional W_p).
+    radius : float, optional
+        Tokens in the centred ball of this radius; or ``domain``.
+    domain : Domain, optional
+    n : int, optional
+        n tokens of equal weight; None for all measures on the domain (mean-field).
+    p : float
+        Order, in ``[1, inf]``.
+    theorem : str, optional
+        Key of one theorem of the catalogue (:func:`otattn.theorems`), for instance "row_bound"; by default the least of all
+        that apply.
+    effort : {"fast", "deep"}
+        "deep" allows branch and bound that takes tens of seconds.
+
+    Returns
+    -------
+    Bound
+        Kind "upper"; ``theorem`` names the one that won, ``details["candidates"]`` the number compared.
+
+    Raises
+    ------
+    ValueError
+        No theorem covers the map, or ``theorem`` does not apply; the message has the reasons.
+    CertificateError
+        The relaxation ``theorem`` could not be certified.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bound = lipschitz_upper_bound(SoftmaxAttention(np.eye(2), np.eye(2)), radius=2.0, p=np.inf)
+    >>> round(bound.value, 6)   # 4 + sqrt(17), whatever n is
+    8.123106
+    """
+    if theorem is not None:
+        return _of_theorem(theorem, attention, radius, domain, n, p, effort)
+    candidates = upper_bounds(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
+    if not candidates:
+        catalogue = theorems(attention, radius=radius, domain=domain, n=n, p=p)
+        why = "; ".join(dict.fromkeys(reason for reason in catalogue.reasons or () if reason))
+        raise ValueError(
+            f"no upper bound applies to {type(attention).__name__} with n={n}, p={p:g} ({why}); see otattn.theorems."
+        )
+    return _with_count(candidates[0], len(candidates))
+
+
+def _of_theorem(
+    key: str,
+    attention: AttentionMap,
+    radius: float | None,
+    domain: Domain | None,
+    n: int | None,
+    p: float,
+    effort: Effort,
+) -> Bound:
+    """The bound of one theorem."""
+    record = THEOREMS.get(key)
+    if record is None or record.kind != "upper" or record.quantity != "lipschitz":
+        known = sorted(t.key for t in THEOREMS.values() if t.kind == "upper" and t.quantity == "lipschitz")
+        raise ValueError(f"theorem must be one of {', '.join(known)}, received {key!r}.")
+    region, order = resolve_domain(radius, domain, attention.in_dim), check.check_order(p)
+    check_count(n)
+    closed = closed_bounds(record, attention, region, n, order) if record.closed else None
+    found = _attempt(record, attention, region, n, order, effort) if closed is None else closed
+    if not found:
+        why = record.reason(attention, region, n, order)
+        if why is None:
+            raise CertificateError(f"what the solver proposed for {key} proves nothing; try effort='deep'.")
+        raise ValueError(f"{key} does not apply: {why}; otattn.theorems(attention, ...) lists what does.")
+    return min(found, key=lambda b: b.log_value)
+
+
+def _with_count(bound: Bound, count: int) -> Bound:
+    return dataclasses.replace(bound, details={**bound.details, "candidates": count})
