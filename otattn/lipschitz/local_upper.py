@@ -25,7 +25,7 @@ BLOCK_BYTES = 64 * 2**20
 IDENTITY_LIMIT = 32
 """Heads are combined through bounds with identity values up to this dimension (d^2 numbers an atom)."""
 _EPS = float(np.finfo(np.float64).eps)
-_WIDEST = 300.0
+_WIDEST = 100.0
 """Logits that rounded by more than this leave nothing to bound."""
 
 
