@@ -22,6 +22,10 @@ tokens.
 
 Blocks of the Jacobian: ``D_ij = P_ij (V + (v_j - o_i) g_i^T) + [i = j] F_i``, ``o_i = sum_j P_ij v_j``,
 ``F_i = Cov_i(v, k)``.
+
+Rounding: float values, keys and queries differ from the exact ones by ``lost_v``, ``lost_k`` and ``lost_g`` at most, in
+proportion to what they are made of, however much of it cancels. In the bounds of the blocks that is as if the values had
+moved by ``dv = v rho + lost_v``, and so on; the logits by what follows from it.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants.simplex import threshold_bounds
 
-__all__ = ["IntervalHead", "best_thresholds", "interval_head"]
+__all__ = ["IntervalHead", "Made", "best_thresholds", "interval_head"]
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -45,8 +49,28 @@ _CANDIDATES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
 
 
 @dataclass(frozen=True, eq=False)
+class Made:
+    """What the numbers of a head are made of, before projections and products of matrices.
+
+    ``sizes (n,)``, ``width``: norms of the tokens, and the largest from their mean; ``small``: relative rounding of products
+    with them; ``a``, ``v``, ``c``: what rounding left out of A, V (operator norms) and c.
+    """
+
+    sizes: Array
+    width: float
+    small: float
+    a: float = 0.0
+    v: float = 0.0
+    c: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
 class IntervalHead:
-    """Rows of P with intervals, tokens, queries, values, keys (each ``(n, .)``), the norms of A and V."""
+    """Rows of P with intervals, tokens, queries, values, keys (each ``(n, .)``), the norms of A and V.
+
+    ``query (n,)`` bounds ``|g'_i|``, and ``dg (n,)``, ``dv``, ``dk`` how far queries, values and keys are from these,
+    rounding included; ``lost`` what rounding left out of V.
+    """
 
     P: Array
     low: Array
@@ -58,12 +82,11 @@ class IntervalHead:
     V: Array
     a: float
     v: float
-    rho: float
-
-    @property
-    def query_norm(self) -> Array:
-        """``|g_i|``."""
-        return np.asarray(np.linalg.norm(self.g, axis=1))
+    query: Array
+    dg: Array
+    dv: float
+    dk: float
+    lost: float
 
     def centred(self, feature: Array) -> Array:
         """``f_j - sum_k P_ik f_k``, shape ``(n, n, k)``."""
@@ -118,14 +141,14 @@ class IntervalHead:
 
     def direct(self, spread_values: Array, spread_keys: Array, field_change: Array) -> float:
         """Bound of the norm of the Jacobian at all moved tokens, from the intervals alone."""
-        G = self.query_norm + self.a * self.rho
+        G = self.query
         # field part: Cauchy-Schwarz between values and keys, or its value here plus its change
-        sd_v, sd_k = spread_values + self.v * self.rho, spread_keys + self.a * self.rho
+        sd_v, sd_k = spread_values + self.dv, spread_keys + self.dk
         here = np.linalg.norm(self.field_parts(), ord=2, axis=(1, 2))
         field_part = float(np.minimum(sd_v * sd_k, here + field_change).max())
         # kernel part: block norms, or Cauchy-Schwarz row by row and then column sums
         y = np.linalg.norm(self.centred(self.values), axis=2)
-        y_moved = y + (self.moved(y) + 2.0 * self.v * self.rho)[:, None]
+        y_moved = y + (self.moved(y) + 2.0 * self.dv)[:, None]
         blocks = spectral_norm_upper(self.high * (self.v + y_moved * G[:, None]))
         columns = float((self.high * (self.v**2 + (G * sd_v) ** 2)[:, None]).sum(axis=0).max()) ** 0.5
         return min(blocks, columns) + field_part
@@ -134,7 +157,7 @@ class IntervalHead:
         """Bound of ``||F'_i - F_i||``, row by row."""
         y = np.linalg.norm(self.centred(self.values), axis=2)
         k = np.linalg.norm(self.centred(self.keys), axis=2)
-        dv, dk = self.v * self.rho, self.a * self.rho
+        dv, dk = self.dv, self.dk
         weights = self.moved(y * k) + self.moved(y) * self.moved(k)
         # for the tokens' covariance, times ||V|| ||A||, up and down do not add: both parts are PSD
         x = np.linalg.norm(self.centred(self.tokens), axis=2)
@@ -144,29 +167,33 @@ class IntervalHead:
 
     def change(self, field_change: Array) -> Array:
         """Norms of the blocks of ``D' - D``, shape ``(n, n)``: all moved tokens at once."""
-        G, dG = self.query_norm + self.a * self.rho, self.a * self.rho
+        G, dG = self.query, self.dg
         dP = np.maximum(self.high - self.P, self.P - self.low)
         y = np.linalg.norm(self.centred(self.values), axis=2)
-        dy = self.moved(y) + 2.0 * self.v * self.rho
-        out = dP * (self.v + y * self.query_norm[:, None])
-        out += self.high * (dy * G)[:, None] + self.high * y * dG
+        dy = self.moved(y) + 2.0 * self.dv
+        out = dP * (self.v + y * G[:, None])
+        out += self.high * ((dy * G)[:, None] + y * dG[:, None] + self.lost)
         out[np.diag_indices(len(out))] += field_change
         return np.asarray(out)
 
 
-def interval_head(X: Array, A: Array, V: Array, c: Array, rho: float, mask: Mask | None) -> IntervalHead:
-    """The head at tokens X with its intervals; ``mask[i, j]`` is True where row i sees token j."""
-    n = len(X)
-    y = X - X.mean(axis=0)  # logits change by a constant a row, values and keys by constants
+def interval_head(
+    X: Array, y: Array, A: Array, V: Array, c: Array, rho: float, mask: Mask | None, made: Made
+) -> IntervalHead:
+    """The head at tokens X, y measured from their mean, with its intervals; ``mask[i, j]``: row i sees token j."""
+    n = len(X)  # logits change by a constant a row, values and keys by constants, when tokens are measured from a point
     g = X @ A.T + c
     values, keys = y @ V.T, y @ A
-    a, v = spectral_norm_upper(A), spectral_norm_upper(V)
+    a, v = spectral_norm_upper(A) + made.a, spectral_norm_upper(V) + made.v
     logits = g @ y.T
-    # rounding of a logit's difference: inner products of length d, of vectors of these norms
-    reach = np.linalg.norm(g, axis=1) * float(np.linalg.norm(y, axis=1).max())
-    noise = 8.0 * (X.shape[1] + n) * EPS * reach
-    gap = cdist(keys, keys) * (1 + 8 * n * EPS)
-    G = np.linalg.norm(g, axis=1) * (1 + 4 * n * EPS) + a * rho
+    size_a, size_v = float(norm_upper(A)), float(norm_upper(V))
+    lost_g = (made.small * size_a + made.a) * made.sizes + made.small * float(np.linalg.norm(c)) + made.c
+    lost_v, lost_k = (made.small * size_v + made.v) * made.width, (made.small * size_a + made.a) * made.width
+    g_norm = np.linalg.norm(g, axis=1) * (1 + 4 * n * EPS)
+    # rounding of a logit's difference
+    noise = 2.0 * made.width * (lost_g + 2.0 * made.small * g_norm)
+    gap = cdist(keys, keys) * (1 + 8 * n * EPS) + 2.0 * lost_k
+    G = g_norm + a * rho + lost_g
     P, low, high = (np.empty((n, n)) for _ in range(3))
     seen = np.ones((n, n), dtype=bool) if mask is None else mask
     off = ~np.eye(n, dtype=bool)
@@ -174,14 +201,16 @@ def interval_head(X: Array, A: Array, V: Array, c: Array, rho: float, mask: Mask
     with np.errstate(over="ignore", divide="ignore"):
         for i in range(n):
             difference = np.where(seen[i][None], logits[i][None] - logits[i][:, None], -np.inf)
-            reach_i = np.where(off, rho * gap + 2.0 * rho * G[i] + noise[i], 0.0)
+            reach_i = np.where(off, (rho * gap + 2.0 * rho * G[i]) * (1 + 8 * EPS) + noise[i], 0.0)
             P[i] = 1.0 / np.exp(difference).sum(axis=1)
             low[i] = 1.0 / np.exp(difference + reach_i).sum(axis=1)
             high[i] = 1.0 / np.exp(difference - reach_i).sum(axis=1)
     P = np.where(seen, P, 0.0)
     low = np.where(seen, low * (1 - 4 * n * EPS), 0.0)
     high = np.where(seen, np.minimum(high * (1 + 4 * n * EPS) + TINY, 1.0), 0.0)
-    return IntervalHead(P, np.minimum(low, P), np.maximum(high, P), y, g, values, keys, V, a, v, rho)
+    low, high = np.minimum(low, P), np.maximum(high, P)
+    dg, dv, dk = a * rho + lost_g, v * rho + lost_v, a * rho + lost_k
+    return IntervalHead(P, low, high, y, g, values, keys, V, a, v, G, dg, dv, dk, made.small * size_v + made.v)
 
 
 def best_thresholds(head: IntervalHead) -> dict[str, Array]:

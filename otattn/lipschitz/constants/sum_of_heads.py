@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from otattn._linalg import lambda_max_upper, mid
+from otattn._linalg import lambda_max_upper, mid, norm_upper, product_error
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.arithmetic.balls import BallMatrix
@@ -21,16 +21,23 @@ from otattn.lipschitz.constants.setting import check_sizes
 __all__ = ["HeadPart", "combine_heads", "heads_of"]
 
 Array = NDArray[np.float64]
+_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadPart:
-    """One head of a sum, ``W Gamma``: ``compact`` is a value matrix with ``|compact x| = |W V x|``."""
+    """One head of a sum, ``W Gamma``: ``compact`` is a value matrix with ``|compact x| = |W V x|``.
+
+    ``output_error`` and ``error`` bound what rounding left out of ``output``, and of ``compact`` and ``values``, in the
+    operator norm (``compact`` up to an isometry); 0 where they are exact, or balls.
+    """
 
     head: SoftmaxAttention | L2Attention | PointwiseAttention
     output: Any
     compact: Any
     causal: bool
+    output_error: float = 0.0
+    error: float = 0.0
 
     @property
     def values(self) -> Any:
@@ -41,19 +48,24 @@ class HeadPart:
 def heads_of(attention: AttentionMap, *, exact: bool = False) -> list[HeadPart]:
     """The heads of an attention map; nested sums are opened, a mask is handed down. ``exact``: products in balls."""
     check_sizes(attention)
-    return _parts(attention, None, False, exact)
+    return _parts(attention, None, 0.0, False, exact)
 
 
-def _parts(attention: AttentionMap, W: Any, causal: bool, exact: bool) -> list[HeadPart]:
+def _parts(attention: AttentionMap, W: Any, lost: float, causal: bool, exact: bool) -> list[HeadPart]:
+    """``lost`` bounds what rounding left out of W."""
     if isinstance(attention, MaskedAttention):
-        return _parts(attention.attention, W, True, exact)
+        return _parts(attention.attention, W, lost, True, exact)
     if isinstance(attention, MultiHeadAttention):
         out: list[HeadPart] = []
         for i, head in enumerate(attention.heads):
             own: Any = None if attention.outputs is None else attention.outputs[i]
             if own is not None and exact:
                 own = BallMatrix.exact(own)
-            out += _parts(head, own if W is None else (W if own is None else W @ own), causal, exact)
+            total, rest = (own, 0.0) if W is None else (W, lost)
+            if W is not None and own is not None:
+                total = W @ own
+                rest = 0.0 if exact else product_error(W, own) + lost * float(norm_upper(own))
+            out += _parts(head, total, rest, causal, exact)
         return out
     if not isinstance(attention, SoftmaxAttention | L2Attention | PointwiseAttention):
         raise ValueError(
@@ -64,13 +76,18 @@ def _parts(attention: AttentionMap, W: Any, causal: bool, exact: bool) -> list[H
     if exact:
         W = BallMatrix.exact(np.eye(len(compact))) if W is None else W
         return [HeadPart(attention, W, W @ compact, causal)]
+    size, error = float(norm_upper(compact)), 0.0
     if W is None:
         W = np.eye(len(compact))
     else:
+        error = lost * size
+        size *= float(norm_upper(W))
         compact = (np.linalg.qr(W, mode="r") if W.shape[0] > W.shape[1] else W) @ compact
     if compact.shape[0] > compact.shape[1]:
         compact = np.asarray(np.linalg.qr(compact, mode="r"))
-    return [HeadPart(attention, W, np.asarray(compact), causal)]
+    if compact is not attention.V:
+        error += 8.0 * (sum(W.shape) + sum(attention.V.shape)) * _EPS * size
+    return [HeadPart(attention, W, np.asarray(compact), causal, lost, error)]
 
 
 def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:
@@ -84,7 +101,13 @@ def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:
         return largest, np.full(len(U), 1.0 / len(U))
     if isinstance(U[0], BallMatrix):
         return _proved_combination(U, logs, combine_heads([mid(M) for M in U], logs)[1])
-    W = np.hstack([M * math.exp(c - largest) for M, c in zip(U, logs, strict=True)])
+    # a large bound may belong to a small matrix: what counts is their product
+    sizes = [float(np.abs(M).max(initial=0.0)) or 1.0 for M in U]
+    largest = max(c + math.log(size) if M.any() else -math.inf for M, c, size in zip(U, logs, sizes, strict=True))
+    if largest == -math.inf:
+        return -math.inf, np.full(len(U), 1.0 / len(U))
+    factors = [math.exp(min(c + math.log(size) - largest, 0.0)) / size for c, size in zip(logs, sizes, strict=True)]
+    W = np.hstack([M * factor for M, factor in zip(U, factors, strict=True)])
     scale = float(np.abs(W).max(initial=0.0))
     if scale == 0.0:
         return -math.inf, np.full(len(U), 1.0 / len(U))

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.kernels import NormalisedKernel
-from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention
-from otattn.lipschitz.arithmetic.rounding import log, safe_exp, up
+from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention, SigmoidAttention
+from otattn.lipschitz.arithmetic.rounding import LEAST, log, safe_exp, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import every, order_two, sum_of_heads, theorem
 from otattn.lipschitz.constants.sum_of_heads import HeadPart, combine_heads, heads_of
@@ -26,6 +26,8 @@ BLOCK_BYTES = 64 * 2**20
 IDENTITY_LIMIT = 32
 """Heads are combined through bounds with identity values up to this dimension (d^2 numbers an atom)."""
 _EPS = float(np.finfo(np.float64).eps)
+_WIDEST = 100.0
+"""Logits that rounded by more than this leave nothing to bound."""
 
 
 def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
@@ -45,6 +47,11 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     sum_i w_i lambda_i )^{1/2} + max_i ||V sum_j w_j h'_ij x_j x_j^T A||`` with ``lambda_i = lambda_max(
     sum_j w_j V B_ij B_ij^T V^T )``, ``B_ij = h_ij I + h'_ij x_j g_i^T``. Several heads: the smaller of the
     sum of their bounds and (for d up to 32) the combination of ``multi_head_bound``.
+
+    Rounding: values, keys, queries and logits differ from the floats by what each is made of, however much of it
+    cancels. Weights ``P'`` within a factor t of P have ``sum_j P'_ij B B^T <= t sum_j P_ij B B^T`` and covariances within
+    ``t^2``; what changes in B is added by the triangle inequality in ``|[ sqrt(P_ij) V B_ij ]_j|``. A cross covariance
+    changes by at most ``t^2 - 1`` times both deviations.
 
     Parameters
     ----------
@@ -119,30 +126,40 @@ def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: fl
 
 def _value(heads: list[HeadPart], live: Measure, times: Array | None) -> tuple[float, list[float]]:
     """The bound, and those of the heads with their outputs."""
-    parts = [_head(part.head, part.compact, live, times) for part in heads]
+    parts = [_head(part.head, part.compact, part.error, live, times) for part in heads]
     value = float(sum(parts))
     if len(heads) > 1 and value > 0:
-        singles = [log(_head(part.head, part.head.V, live, times)) for part in heads]
-        value = min(value, safe_exp(combine_heads([part.output for part in heads], singles)[0]))
+        singles = [_head(part.head, part.head.V, 0.0, live, times) for part in heads]
+        lost = sum(c * part.output_error for c, part in zip(singles, heads, strict=True))
+        joint = combine_heads([part.output for part in heads], [log(c) for c in singles])[0]
+        value = min(value, safe_exp(joint) + lost + LEAST)
     if len(heads) > 1 and value > 0 and live.dim <= IDENTITY_LIMIT:
-        singles = [log(_head(part.head, np.eye(live.dim), live, times)) for part in heads]
-        value = min(value, safe_exp(combine_heads([part.values for part in heads], singles)[0]))
+        singles = [_head(part.head, np.eye(live.dim), 0.0, live, times) for part in heads]
+        lost = sum(c * part.error for c, part in zip(singles, heads, strict=True))
+        joint = combine_heads([part.values for part in heads], [log(c) for c in singles])[0]
+        value = min(value, safe_exp(joint) + lost + LEAST)
     return value, parts
 
 
-def _head(head: AttentionMap, U: Array, mu: Measure, times: Array | None) -> float:
+def _head(head: AttentionMap, U: Array, error: float, mu: Measure, times: Array | None) -> float:
+    """The bound of a head with any values within ``error`` (operator norm) of U, which is scaled to a size near 1."""
+    size = max(float(np.abs(U).max(initial=0.0)), error)
+    if size == 0.0:
+        return 0.0
+    scale = _power(size)
     if isinstance(head, PointwiseAttention):
-        return _pointwise(head, U, mu, times)
+        return _times(_pointwise(head, U / scale, error / scale, mu, times), scale)
     assert isinstance(head, SoftmaxAttention | L2Attention)
-    return _normalised(head, U, mu, times)
+    return _times(_normalised(head, U / scale, error / scale, mu, times), scale)
 
 
-def _normalised(head: SoftmaxAttention | L2Attention, U: Array, mu: Measure, times: Array | None) -> float:
+def _normalised(
+    head: SoftmaxAttention | L2Attention, U: Array, error: float, mu: Measure, times: Array | None
+) -> float:
     kernel: NormalisedKernel = head._kernel(mu, times, None)
     maps = kernel.head
     w, n = mu.weights, mu.n
-    centre = w @ mu.points
-    z = mu.points - centre
+    z = mu.points - w @ mu.points
     values, keys = z @ U.T, kernel.K
     e, k = values.shape[1], keys.shape[1]
     queries = kernel.queries(mu.points)
@@ -152,12 +169,30 @@ def _normalised(head: SoftmaxAttention | L2Attention, U: Array, mu: Measure, tim
     cross = (values[:, :, None] * keys[:, None, :]).reshape(n, e * k)
     turn = maps.Wk @ U.T  # (k, e)
     columns, field_norms = np.zeros(n), np.zeros(n)
-    squares, far = np.sum(values**2, axis=1), float(np.linalg.norm(keys, axis=1).max())
-    unit = 4.0 * (n + e + k + 16) * _EPS
+    seen_keys = keys @ field
+    squares, key_squares = np.sum(values**2, axis=1), np.sum(keys**2, axis=1)
+    seen_squares = np.sum(seen_keys**2, axis=1)
+    unit, small = 4.0 * (n + e + k + 16) * _EPS, 4.0 * (mu.dim + k + 8) * _EPS
+    # what rounded in values, keys, queries and logits: the size of what each is made of, however much of it cancelled
+    wq, wk, norm = (float(norm_upper(W)) for W in (maps.Wq, maps.Wk, U))
+    dv = (small * norm + error) * float(np.linalg.norm(z, axis=1).max())
+    dk = small * wk * float(np.linalg.norm(mu.points - kernel.centre, axis=1).max())
+    far, q = float(np.linalg.norm(keys, axis=1).max()), np.linalg.norm(queries, axis=1)
+    bias = 0.0 if maps.bq is None else float(np.linalg.norm(maps.bq))
+    from_x = np.linalg.norm(mu.points, axis=1) + 2.0 * float(np.linalg.norm(kernel.centre))
+    dq = small * ((wq + 2.0 * wk * maps.quadratic) * from_x + bias)
+    logit = q * (dk + small * far) + dq * (far + dk) + 4.0 * _EPS * float(np.abs(np.log(w)).max())
+    steep, dg = np.linalg.norm(queries @ maps.Wk, axis=1), wk * (dq + small * q)
+    if maps.quadratic:
+        logit = logit + 2.0 * far * dk + dk**2 + 9.0 * small * far**2
+        steep, dg = steep + 2.0 * far * wk, dg + 2.0 * wk * (dk + small * far)
+    if not logit.max() < _WIDEST:
+        return math.nan if np.isnan(logit).any() else math.inf
+    factor = np.exp(2.0 * logit)  # at most that far are the weights from the exact ones
     step = max(1, BLOCK_BYTES // (8 * (2 * n + 3 * e * e + 2 * e * k)))
     for start in range(0, n, step):
         rows = slice(start, min(n, start + step))
-        P = kernel.weights_of(queries, times, rows)
+        P, t = kernel.weights_of(queries, times, rows), factor[rows]
         mean = P @ values
         C = (P @ outer).reshape(-1, e, e) - mean[:, :, None] * mean[:, None, :]
         M = (P @ cross).reshape(-1, e, k) - mean[:, :, None] * (P @ keys)[:, None, :]
@@ -167,27 +202,28 @@ def _normalised(head: SoftmaxAttention | L2Attention, U: Array, mu: Measure, tim
             bend = 2.0 * np.einsum("rek,kf->ref", M, turn)
             form = form - bend - np.swapaxes(bend, 1, 2)
         else:
-            g2 = np.sum((queries[rows] @ maps.Wk) ** 2, axis=1)
-            form = identity + g2[:, None, None] * C
+            form = identity + (steep[rows] ** 2)[:, None, None] * C
         lam = np.maximum(np.linalg.eigvalsh(form)[:, -1], 0.0)
         # covariances were formed by a difference of second moments: what rounded is their size before it
-        second, steep = P @ squares, np.linalg.norm(queries[rows] @ maps.Wk, axis=1)
-        if maps.quadratic:
-            steep = steep + 2.0 * far * float(spectral_norm_upper(maps.Wk))
-        lam += unit * (math.sqrt(float(np.trace(identity))) + steep * np.sqrt(second)) ** 2
-        columns += (w[rows] * lam) @ P
-        field_norms[rows] = np.linalg.norm(M @ field, ord=2, axis=(1, 2))
-    # what a query and a key were made of, however much of it cancelled; a logit rounds by the one times the other
-    size = float(np.linalg.norm(mu.points, axis=1).max() + np.linalg.norm(centre))
-    q, made_q = _sides(queries, size * float(spectral_norm_upper(maps.Wq)))
-    y, made_y = _sides(keys, size * float(spectral_norm_upper(maps.Wk)))
-    reach = made_q * y + q * made_y + 64.0 * _EPS * made_q * made_y
-    if maps.quadratic:
-        reach += 2.0 * (made_y * y + 64.0 * _EPS * made_y**2)
-    slack = _rounding(reach, mu.dim + k)
-    spread = float(np.abs(values).max(initial=0.0) * np.abs(keys).max(initial=0.0))
-    rows_norm = float(field_norms.max()) + unit * math.sqrt(e * k) * spread * spectral_norm_upper(field)
-    return math.sqrt(float((columns / w).max())) * slack + rows_norm * slack
+        second, second_key, second_seen = P @ squares, P @ key_squares, P @ seen_squares
+        lam += unit * (norm + steep[rows] * np.sqrt(second)) ** 2
+        sd = _deviation(second, mean, unit)
+        sd_seen = _deviation(second_seen, P @ seen_keys, unit)
+        # |sqrt(P') B'| is at most sqrt(t) (|sqrt(P) B| + |sqrt(P) (B' - B)|), with the mean of other weights
+        shift = 3.0 * dv + ((t - 1.0) * sd if maps.quadratic else 0.0)
+        root = np.sqrt(lam) + error + shift * (steep[rows] + dg[rows]) + sd * dg[rows]
+        columns += (w[rows] * t**3 * root**2) @ P
+        # Cov_P'(v, f) - Cov_P(v, f) = sum_jl (P'_j P'_l - P_j P_l) (v_j - v_l)(f_j - f_l)^T / 2 for f_j = W_q^T k_j
+        lost = (t**2 - 1.0) * sd * sd_seen + t**2 * (sd * dk * wq + dv * sd_seen + dv * dk * wq)
+        lost += (unit * t**2 * wq) * np.sqrt(second * second_key)
+        field_norms[rows] = np.linalg.norm(M @ field, ord=2, axis=(1, 2)) + lost
+    columns += 8.0 * LEAST * (n + columns.sum())  # products of small weights underflow
+    return (math.sqrt(float((columns / w).max())) + float(field_norms.max())) * (1.0 + 1e-12)
+
+
+def _deviation(second: Array, mean: Array, unit: float) -> Array:
+    """Root of a trace of covariances, from above: a difference of second moments that rounded by ``unit``."""
+    return np.asarray(np.sqrt(np.maximum(second - np.sum(mean**2, axis=1), 0.0) + unit * second))
 
 
 def _quadratic_rows(P: Array, q: Array, keys: Array, values: Array, mean: Array, Wk: Array) -> Array:
@@ -200,57 +236,79 @@ def _quadratic_rows(P: Array, q: Array, keys: Array, values: Array, mean: Array,
     return out
 
 
-def _pointwise(head: PointwiseAttention, U: Array, mu: Measure, times: Array | None) -> float:
-    w, x, n = mu.weights, mu.points, mu.n
+def _pointwise(head: PointwiseAttention, U: Array, error: float, mu: Measure, times: Array | None) -> float:
+    w, x, n, A = mu.weights, mu.points, mu.n, head.A
+    kinked, plain = isinstance(head, ReLUAttention), isinstance(head, ReLUAttention | LinearAttention)
+    length = form_size = 1.0
+    if plain:  # homogeneous in A and, twice, in the tokens: their squares should not underflow
+        length, form_size = _power(float(np.abs(x).max())), _power(float(np.abs(A).max()))
+        x, A = x / length, A / form_size
     values, e = x @ U.T, len(U)
-    g = x @ head.A.T
-    turned = x @ head.A  # rows A^T x_j
+    g = x @ A.T
+    turned = x @ A  # rows A^T x_j
     identity = U @ U.T
     rows, fields = np.zeros(n), np.zeros(n)
     sizes = np.linalg.norm(x, axis=1)
     norm, rounded = float(spectral_norm_upper(U)), 4.0 * (n + e + x.shape[1] + 16) * _EPS
-    across = norm * float(spectral_norm_upper(head.A))
-    kinked = isinstance(head, ReLUAttention)
-    terms = np.linalg.norm(values, axis=1) * np.linalg.norm(turned, axis=1)
+    across = norm * float(spectral_norm_upper(A))
+    # what rounded in values, A^T x_j and A x_i: the size of what each is made of, however much of it cancelled
+    small, form_norm = 4.0 * (x.shape[1] + 8) * _EPS, float(norm_upper(A))
+    v, dv = np.linalg.norm(values, axis=1), (small * float(norm_upper(U)) + error) * sizes
+    turn, dt = np.linalg.norm(turned, axis=1), small * form_norm * sizes
     for i in range(n):
-        s = x @ g[i]
         seen = w if times is None else np.where(times <= times[i], w, 0.0)
-        slope = head.h.derivative(s)
-        loose = 0.0
+        s = np.where(seen > 0.0, x @ g[i], 0.0)
+        steep, dg = float(np.linalg.norm(g[i])), float(dt[i])
+        ds = sizes * (dg + small * steep) + 8.0 * _EPS
+        weight, slope, loose = head.h.value(s), head.h.derivative(s), 0.0
+        if plain:
+            ds, dh, bend = ds - 8.0 * _EPS, ds, np.zeros(n)
+        else:
+            # |(log h)'| and |(log h')'| are at most 1; a float near 0 is known up to the least one
+            wide = ~(ds < _WIDEST)
+            growth = np.where(wide, np.inf, np.expm1(np.minimum(ds, _WIDEST)))
+            dh, bend = (growth * (f + 4.0 * LEAST) + 4.0 * LEAST for f in (weight, slope))
+            if isinstance(head, SigmoidAttention):
+                dh, bend = np.minimum(dh, 1.0), np.minimum(bend, 0.25)
+            elif (wide & (seen > 0.0)).any():
+                return math.nan if np.isnan(ds).any() else math.inf
+            dh, bend = (np.where(seen > 0.0, f, 0.0) for f in (dh, bend))
         if kinked:
             # at the kink of h either slope occurs nearby: the larger one in the form, both in the field
-            kink = np.abs(s) <= 1e-12 * sizes * np.linalg.norm(g[i])
-            loose = float((seen * terms)[kink].sum())
+            kink = np.abs(s) <= ds + 1e-12 * sizes * steep
+            loose = float((seen * (v + dv) * (turn + dt))[kink].sum())
             slope = np.where(kink, 1.0, slope)
-        weight = head.h.value(s)
-        # an exponential may fit where its square does not
-        unit = float(np.ldexp(1.0, int(np.frexp(max(np.abs(weight).max(), np.abs(slope).max()))[1])))
-        weight, slope = weight / unit, slope / unit
+        # with the roots of the weights, and scaled: an exponential may fit where its square does not
+        root = np.sqrt(seen)
+        weight, slope, dh, bend = root * weight, root * slope, root * dh, root * bend
+        unit = _power(float(max(part.max() for part in (np.abs(weight), slope, dh, bend))))
+        weight, slope, dh, bend = weight / unit, slope / unit, dh / unit, bend / unit
         # sum_j w_j (h U + h' v_j g^T)(h U^T + h' g v_j^T)
-        mixed = np.outer((seen * weight * slope) @ values, U @ g[i])
-        form = float(seen @ weight**2) * identity + mixed + mixed.T
-        form += float(g[i] @ g[i]) * (values * (seen * slope**2)[:, None]).T @ values
+        mixed = np.outer((weight * slope) @ values, U @ g[i])
+        form = float(weight @ weight) * identity + mixed + mixed.T
+        form += steep**2 * (values * (slope**2)[:, None]).T @ values
         # the sum may cancel: what rounded is the size of its terms
-        steep = norm * sizes * float(np.linalg.norm(g[i]))
-        lam = float(np.linalg.eigvalsh(form)[-1]) + rounded * float(seen @ (norm * np.abs(weight) + slope * steep) ** 2)
-        rows[i] = math.sqrt(float(w[i])) * np.sqrt(np.maximum(lam, 0.0)) * unit
-        field = (values * (seen * slope)[:, None]).T @ turned
-        fields[i] = (spectral_norm_upper(field) + rounded * float((seen * slope) @ sizes**2) * across) * unit + loose
+        terms = norm * np.abs(weight) + slope * norm * sizes * steep
+        lam = float(np.linalg.eigvalsh(form)[-1]) + rounded * float(terms @ terms)
+        # and that of (h' - h) U + h' (V' - V) + ... in the matrices themselves
+        lost = dh * norm + (np.abs(weight) + dh) * error + bend * v * steep
+        lost += (slope + bend) * (dv * (steep + dg) + v * dg)
+        rows[i] = math.sqrt(float(w[i])) * (np.sqrt(np.maximum(lam, 0.0)) + float(np.linalg.norm(lost))) * unit
+        field = (values * (root * slope)[:, None]).T @ turned
+        inside = rounded * slope * sizes**2 * across + bend * v * turn + (slope + bend) * (dv * (turn + dt) + v * dt)
+        fields[i] = (spectral_norm_upper(field) + float(root @ inside)) * unit + loose
     size = float(rows.max(initial=0.0))  # nan, which is refused, if any of them is
     total = size * float(np.linalg.norm(rows / size)) if size > 0.0 else size
-    reach = float(sizes.max()) * float(np.linalg.norm(g, axis=1).max())
-    if isinstance(head, ReLUAttention | LinearAttention):
-        # |h'| <= 1: the error of a logit is that of its weight
-        total, reach = total + rounded * reach * norm, 0.0
-    return (total + float(fields.max(initial=0.0))) * _rounding(reach, x.shape[1])
+    value = (total + float(fields.max(initial=0.0))) * (1.0 + 1e-12)
+    return _times(_times(_times(value, form_size), length), length)
 
 
-def _sides(y: Array, size: float) -> tuple[float, float]:
-    """The largest norm of a row, and what rounded in it."""
-    norm = float(np.linalg.norm(y, axis=1).max(initial=0.0))
-    return norm, norm + size
+def _power(size: float) -> float:
+    """A power of two near a positive number (1 for zero): to divide by it is exact."""
+    return math.ldexp(1.0, min(math.frexp(size)[1], 1023)) if 0.0 < size < math.inf else 1.0
 
 
-def _rounding(size: float, terms: int) -> float:
-    """How much rounding may change weights whose logits add up ``terms`` numbers of this size: a factor, at least 1."""
-    return safe_exp(1e-12 + 8.0 * (terms + 8) * _EPS * size)
+def _times(value: float, scale: float) -> float:
+    """The product with a power of two, rounded upward where it is subnormal."""
+    out = value * scale
+    return out + LEAST if value > 0.0 and out < 1e-300 else out

@@ -16,7 +16,9 @@ and the direct bounds, add up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import svds
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import product_error, spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import every, order_two, single_heads, theorem
@@ -37,7 +39,7 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, top_eigenvalue, triangular
-from otattn.lipschitz.constants._interval_head import IntervalHead, best_thresholds, interval_head
+from otattn.lipschitz.constants._interval_head import IntervalHead, Made, best_thresholds, interval_head
 from otattn.lipschitz.containment import NearTokens
 from otattn.measures import as_discrete
 
@@ -88,6 +90,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     Our own theorem (local ball); the proofs are in the docstrings of this module and of ``_interval_head``.
     """
     heads, _ = _heads(attention)
+    dim = len(heads[0].A)
     mu = as_discrete(X)
     check.moderate(mu.points, "X")
     if not mu.is_uniform:
@@ -95,7 +98,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
             f"X must be tokens of equal weights, received weights from {mu.weights.min():g} to "
             f"{mu.weights.max():g}; give the tokens as an (n, d) array, repeated as often as they occur."
         )
-    tokens = check.points(mu.points, "X", dim=heads[0][0].shape[0])
+    tokens = check.points(mu.points, "X", dim=dim)
     radius = check.positive(rho, "rho", zero=True, limit=check.LARGEST)
     near = NearTokens(check.frozen(np.array(tokens)), radius)
     options = {} if global_bound is None else {"global": global_bound}
@@ -138,7 +141,7 @@ def _data(statement: Statement) -> dict[str, Any]:
     ):
         raise ValueError("local_ball is about p = 2 and the tokens near given ones; the statement was altered.")
     heads, causal = _heads(statement.attention)
-    A, V, c, x = _on_span(heads, statement.domain.points)
+    found = _on_span(heads, statement.domain.points)
     glob = np.inf
     bound = statement.options.get("global")
     if bound is not None:
@@ -154,8 +157,7 @@ def _data(statement: Statement) -> dict[str, Any]:
                 f"received {bound!r}. The largest norm of a moved token is at most {_reach(statement.domain):.17g}."
             )
         glob = float(bound.value)
-    rho = statement.domain.radius
-    return {"A": A, "V": V, "c": c, "X": x, "rho": rho, "causal": causal, "global": glob}
+    return {**found, "rho": statement.domain.radius, "causal": causal, "global": glob}
 
 
 def _reach(near: NearTokens) -> float:
@@ -184,12 +186,13 @@ def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict
     allowance = 1.0 + 64.0 * (n + problem["X"].shape[1]) * EPS
     norm = _jacobian_norm(here)
     local = at_center if norm is None else norm[1]
+    scale = float(problem["scale"])
     return {
-        "perturbation": (local + spectral_norm_upper(change)) * allowance,
-        "direct": direct * allowance,
+        "perturbation": (local + spectral_norm_upper(change)) * allowance * scale,
+        "direct": direct * allowance * scale,
         "global": float(problem["global"]),
-        "local_upper": local,
-        "local_value": float("nan") if norm is None else norm[0],
+        "local_upper": local * scale,
+        "local_value": float("nan") if norm is None else norm[0] * scale,
     }
 
 
@@ -197,8 +200,8 @@ def _interval_heads(problem: Mapping[str, Any]) -> list[IntervalHead]:
     n = len(problem["X"])
     mask = np.tril(np.ones((n, n), dtype=bool)) if problem["causal"] else None
     return [
-        interval_head(problem["X"], A, V, c, problem["rho"], mask)
-        for A, V, c in zip(problem["A"], problem["V"], problem["c"], strict=True)
+        interval_head(problem["X"], problem["Y"], A, V, c, problem["rho"], mask, made)
+        for A, V, c, made in zip(problem["A"], problem["V"], problem["c"], problem["made"], strict=True)
     ]
 
 
@@ -211,7 +214,9 @@ def _jacobian_norm(heads: list[IntervalHead]) -> tuple[float, float] | None:
     for head in heads[1:]:
         J += head.jacobian()
     gram = J @ J.T if e <= d else J.T @ J
-    return top_eigenvalue(gram)
+    low, high = top_eigenvalue(gram)
+    # entries of the Gram matrix are sums of this many products
+    return low, float(np.sqrt(high**2 + n * max(e, d) * EPS * float(np.trace(gram))))
 
 
 def _attained(attention: Any, tokens: Array) -> float:
@@ -222,7 +227,19 @@ def _attained(attention: Any, tokens: Array) -> float:
     return float(np.linalg.norm(J.matvec(right[0])) / np.linalg.norm(right[0]))
 
 
-def _heads(attention: Any) -> tuple[list[tuple[Array, Array, Array]], bool]:
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """A softmax head with its output matrix in V, and what rounding left out of A, V and c."""
+
+    A: Array
+    V: Array
+    c: Array
+    a: float
+    v: float
+    dc: float
+
+
+def _heads(attention: Any) -> tuple[list[_Head], bool]:
     causal = isinstance(attention, MaskedAttention)
     whole = attention.attention if isinstance(attention, MaskedAttention) else attention
     parts: list[tuple[Any, Array | None]]
@@ -238,19 +255,40 @@ def _heads(attention: Any) -> tuple[list[tuple[Array, Array, Array]], bool]:
                 f"attention must be made of softmax heads, received {type(head).__name__}; "
                 "for other variants see local_lipschitz and lipschitz_upper_bound."
             )
-    out = [(h.A, h.V if W is None else W @ h.V, np.zeros(h.in_dim) if h.bias is None else h.bias) for h, W in parts]
-    return out, causal
+    return [_head(head, W) for head, W in parts], causal
 
 
-def _on_span(heads: list[tuple[Array, Array, Array]], tokens: Array) -> tuple[Array, Array, Array, Array]:
-    """Heads and tokens on the span that the heads see, values up to an isometry: norms do not change."""
-    A, V, c = (np.stack(part) for part in zip(*heads, strict=True))
+def _head(head: SoftmaxAttention, W: Array | None) -> _Head:
+    V, v, a, dc = head.V, 0.0, 0.0, 0.0
+    if W is not None:
+        size = max(float(np.abs(V).max()), 1e-300)  # products of tiny values underflow
+        V, v = (W @ (V / size)) * size, product_error(W, V / size) * size
+    if head.factors is not None:  # the map is evaluated by its factors, whose products are A and c
+        q, k, b = head.factors
+        a = product_error(k.T, q)
+        dc = 0.0 if b is None else product_error(k.T, b[:, None])
+    c = np.zeros(head.in_dim) if head.bias is None else head.bias
+    return _Head(head.A, V, c, a, v, dc)
+
+
+def _on_span(heads: list[_Head], tokens: Array) -> dict[str, Any]:
+    """Heads and tokens on the span that the heads see, values up to an isometry and scaled: norms do not change."""
+    A, V, c = (np.stack([getattr(head, name) for head in heads]) for name in "AVc")
+    size = float(np.abs(V).max(initial=0.0))
+    scale = math.ldexp(1.0, min(math.frexp(size)[1], 1023)) if size > 0.0 else 1.0
+    V = V / scale
+    y = tokens - tokens.mean(axis=0)
+    sizes, width = np.linalg.norm(tokens, axis=1), float(np.linalg.norm(y, axis=1).max())
+    small = 8.0 * (sum(V.shape) + 8) * EPS
     scaled = [M / max(float(np.linalg.norm(M)), 1e-300) for M in (*A, *np.swapaxes(A, 1, 2), *V, *c[:, None])]
-    basis, _ = row_span(*scaled)  # what it misses is of the size of the rounding of A and V
-    if basis is not None:
-        A, V, c, tokens = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis
+    basis, missed = row_span(*scaled)
+    if basis is not None:  # what it misses counts as rounding of A, V and c
+        A, V, c, tokens, y = basis.T @ A @ basis, V @ basis, c @ basis, tokens @ basis, y @ basis
+        small += 2.0 * missed
     stack = np.concatenate(list(np.swapaxes(V, 1, 2)))  # a common isometry of the outputs: rotate onto their span
-    return A, np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2), c, tokens
+    V = np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2)
+    made = [Made(sizes, width, small, head.a, head.v / scale, head.dc) for head in heads]
+    return {"A": A, "V": V, "c": c, "X": tokens, "Y": y, "made": made, "scale": scale}
 
 
 def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | None:

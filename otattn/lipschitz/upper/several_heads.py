@@ -138,19 +138,26 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
     def best(values: Sequence[Any]) -> list[float]:
         return [_best(*args, region, n, p) for args in zip(parts, values, bases, strict=True)]
 
+    def total(logs: Sequence[float], lost: Sequence[float]) -> float:
+        terms = [x for x in (*logs, *lost) if x > -math.inf]
+        return top(log_sum(*(lift(x) for x in terms)) if exact and terms else log_sum(*(terms or [-math.inf])))
+
+    # what rounding left out of the products W V moves the image by at most its norm times a head's bound with the identity
+    identity = best([None] * len(parts))
+    rounded = [log(part.error) + c for part, c in zip(parts, identity, strict=True)]
     logs = best([part.compact for part in parts])
-    shares, combination = None, "sum"
-    value: Any = log_sum(*(lift(x) for x in logs)) if exact and max(logs) > -math.inf else log_sum(*logs)
-    value = top(value)
+    shares, combination, value = None, "sum", total(logs, rounded)
     if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
-        for name, factors, values in (
-            ("identity", [part.values for part in parts], [None] * len(parts)),
-            ("outputs", [part.output for part in parts], [part.head.V for part in parts]),
+        own = best([part.head.V for part in parts])
+        outer = [log(part.output_error) + c for part, c in zip(parts, own, strict=True)]
+        for name, factors, singles, lost in (
+            ("identity", [part.values for part in parts], identity, rounded),
+            ("outputs", [part.output for part in parts], own, outer),
         ):
-            singles = best(values)
             joint, s = combine_heads(factors, singles)
-            if top(joint) < value:
-                value, shares, combination, logs = top(joint), s, name, singles
+            bound = total([top(joint)], lost)
+            if bound < value:
+                value, shares, combination, logs = bound, s, name, singles
     details: dict[str, Any] = {"log_head_bounds": logs, "combination": combination}
     if shares is not None:
         details["shares"] = [float(s) for s in shares]
