@@ -13,7 +13,7 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.arithmetic.rounding import log_sum, top
+from otattn.lipschitz.arithmetic.rounding import log, log_sum, top
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import every, several_heads, single_heads, sum_of_heads, theorem
 from otattn.lipschitz.constants.regions import Region, Seen, check_count, resolve_domain, see
