@@ -315,3 +315,11 @@ def test_headers_hold_no_odd_spaces(tmp_path: Path, space: str) -> None:
         (tmp_path / "x.npy").write_bytes(data.replace(old, new))
         with pytest.raises(ValueError, match="must have a header"):
             read_npy(tmp_path / "x.npy")
+
+
+def test_an_archive_behind_other_bytes_is_none(tmp_path: Path) -> None:
+    path = saved(tmp_path, weights(np.random.default_rng(0)))
+    path.write_bytes(b"#!" + path.read_bytes())
+    assert zipfile.is_zipfile(path)
+    with pytest.raises(ValueError, match=r"must be an .npz file"):
+        load_layer(path)
