@@ -159,7 +159,7 @@ def _from_torch(value: Any) -> Any:
     if not (hasattr(value, "detach") and hasattr(value, "cpu") and hasattr(value, "double")):
         return value
     tensor = value.detach().cpu()
-    return tensor.float().numpy() if "bfloat16" in str(tensor.dtype) else tensor.numpy()
+    return tensor.float().numpy() if "bfloat16" in str(getattr(tensor, "dtype", "")) else tensor.numpy()
 
 
 def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDArray[np.float64]:
