@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "FAR",
     "bordered",
+    "cloud_centre",
     "column_of",
     "lambda_max_upper",
     "mid",
@@ -28,6 +30,8 @@ __all__ = [
 ]
 
 _EPS = float(np.finfo(np.float64).eps)
+FAR = 1e3
+"""A mean this many times farther from most atoms than they are from each other takes three digits from them."""
 _SAFE = (1e-100, 1e150)  # norms whose squares neither overflow nor vanish
 
 
@@ -91,6 +95,22 @@ def row_norms(x: NDArray[np.float64]) -> NDArray[np.float64]:
             out[odd] = np.ldexp(np.sqrt(np.einsum("ij,ij->i", unit, unit)), power)
             out[odd[~np.isfinite(part).all(axis=1)]] = np.inf
     return np.asarray(out)
+
+
+def cloud_centre(points: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A point near the cloud from which differences lose no digits: the mean, or the median where far atoms move the mean.
+
+    ``shares`` are weights of sum one. Softmax attention does not see the centre, only what is lost by subtracting it:
+    a mean far from most atoms leaves them the digits of its own size.
+    """
+    mean = np.asarray(shares @ points)
+    sizes = np.abs(points).max(axis=1)
+    if not sizes.max() / FAR > sizes.min():  # the usual case, at the cost of one look at the points
+        return mean
+    with np.errstate(over="ignore", invalid="ignore"):
+        median = np.median(points, axis=0)
+        near = max(float(np.median(np.abs(points - median).max(axis=1))), float(np.abs(median).max()))
+        return median if float(np.abs(mean - median).max()) > FAR * near else mean
 
 
 def spectral_norm(M: NDArray[np.float64]) -> float:

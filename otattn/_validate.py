@@ -17,6 +17,7 @@ __all__ = [
     "moderate",
     "points",
     "positive",
+    "real_array",
     "real_dtype",
     "resolution",
     "rng_from",
@@ -50,7 +51,7 @@ def as_float_array(value: Any, name: str, *, ndim: int | None = None) -> NDArray
     frames (also of nullable types). What float64 cannot say is refused by name: masked entries, missing values,
     complex numbers, text, objects, long doubles beyond its range.
     """
-    raw = _as_numbers(value, name)
+    raw = real_array(value, name)
     with np.errstate(all="ignore"):  # what overflows is refused below, by name
         out = np.array(raw, dtype=np.float64)
     if ndim is not None and out.ndim != ndim:
@@ -77,14 +78,14 @@ def resolution(value: Any) -> float:
     if "bfloat16" in str(getattr(value, "dtype", "")):
         return _BFLOAT16_EPS
     try:
-        dtype = _as_numbers(value, "value").dtype
+        dtype = real_array(value, "value").dtype
     except ValueError:  # whoever reads the array says what is wrong with it
         return _EPS
     return max(_EPS, float(np.finfo(dtype).eps)) if dtype.kind == "f" else _EPS
 
 
-def _as_numbers(value: Any, name: str) -> NDArray[Any]:
-    """An array of real numbers in a type that casts to float64."""
+def real_array(value: Any, name: str) -> NDArray[Any]:
+    """An array of real numbers in a type that casts to float64, finite or not."""
     try:
         raw = np.asarray(_plain(value, name))
     except _Refused as exc:
@@ -158,7 +159,7 @@ def _from_torch(value: Any) -> Any:
     if not (hasattr(value, "detach") and hasattr(value, "cpu") and hasattr(value, "double")):
         return value
     tensor = value.detach().cpu()
-    return tensor.float().numpy() if "bfloat16" in str(tensor.dtype) else tensor.numpy()
+    return tensor.float().numpy() if "bfloat16" in str(getattr(tensor, "dtype", "")) else tensor.numpy()
 
 
 def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDArray[np.float64]:

@@ -102,8 +102,8 @@ class JacobianOperator(LinearOperator):
 
 
 def _tokens(value: ArrayLike, name: str, n: int, width: int) -> Array:
-    plain = type(value) is np.ndarray and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
-    array = np.asarray(value, dtype=np.float64) if plain else check.as_float_array(value, name)
+    array = value if type(value) is np.ndarray and value.dtype == np.float64 else check.real_array(value, name)
+    array = np.asarray(array, dtype=np.float64) if array.dtype.itemsize <= 8 else check.as_float_array(array, name)
     if array.shape not in ((n, width), (n * width,), (n * width, 1)):
         raise ValueError(
             f"{name} must have shape ({n}, {width}) or ({n * width},), received {array.shape}; one row a token."

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
+from otattn._linalg import cloud_centre
 from otattn.attention.base import block_rows
 
 __all__ = ["Head", "Kernel", "NormalisedKernel", "blocks"]
@@ -207,9 +208,9 @@ class NormalisedKernel(Kernel):
 
 
 def _centre(y: Array, weights: Array, times: Array | None) -> Array:
-    """The mean of the atoms; of the earliest ones for a mask: no row may feel later atoms by rounding."""
+    """A centre of the atoms; of the earliest ones for a mask: no row may feel later atoms by rounding."""
     live = weights > 0
     if times is not None:
         live &= times == times[live].min()
     w = weights[live] / weights[live].max()  # the earliest atoms may weigh next to nothing together
-    return np.asarray((w / w.sum()) @ y[live])
+    return cloud_centre(y[live], w / w.sum())

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._linalg import FAR, cloud_centre
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import Head, NormalisedKernel
@@ -172,6 +173,9 @@ class SoftmaxAttention(AttentionMap):
         for start in range(0, B, rows):
             x = X[start : start + rows]
             centre = x.mean(axis=1, keepdims=True)
+            sizes = np.abs(x).max(axis=2)
+            for b in np.flatnonzero(sizes.max(axis=1) / FAR > sizes.min(axis=1)):
+                centre[b] = cloud_centre(x[b], np.full(n, 1.0 / n))
             y = x - centre  # logits are wanted up to a term constant in each row
             q = x @ head.Wq.T if head.bq is None else x @ head.Wq.T + head.bq
             P = q @ np.swapaxes(y @ head.Wk.T, 1, 2)

@@ -120,7 +120,10 @@ def outline_npy(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDA
 def _archive(path: str | PathLike[str]) -> Iterator[tuple[Path, zipfile.ZipFile]]:
     file = _existing(path)
     with _one_error(file, "an .npz file of plain arrays"):
-        if not zipfile.is_zipfile(file):
+        with open(file, "rb") as stream:
+            start = stream.read(2)
+        # an archive behind other bytes is one to zipfile, but not to numpy
+        if start != b"PK" or not zipfile.is_zipfile(file):
             raise Refused(f"{file} must be an .npz file, received {_kind(file)}.")
         with zipfile.ZipFile(file) as archive:
             yield file, archive

@@ -17,9 +17,10 @@ MAX_HEADER = 10_000
 """Most bytes of a header that is read; numpy's own limit."""
 MAX_NDIM = 32
 
+_SPACE = " \t\n"
 _ENTRY = re.compile(
-    r"\s*(?:'descr'\s*:\s*(?P<descr>'[^'\\]{1,24}'|\[)|'fortran_order'\s*:\s*(?P<order>True|False)"
-    r"|'shape'\s*:\s*\((?P<shape>[0-9,\sL]*)\))\s*,?"
+    r"[ \t]*(?:'descr'[ \t]*:[ \t]*(?P<descr>'[^'\\]{1,24}'|\[)|'fortran_order'[ \t]*:[ \t]*(?P<order>True|False)"
+    r"|'shape'[ \t]*:[ \t]*\((?P<shape>[0-9, \tL]*)\))[ \t]*(?:,|(?=\})|(?<=\[))"
 )
 _TYPE = re.compile(r"[<>=|]?([biufcmMOSUV])\d{0,9}(\[\w+\])?|[<>=|]?\?")
 
@@ -84,7 +85,7 @@ def read_header(stream: IO[bytes], name: str) -> Header:
 
 def _parsed(text: str, name: str) -> Header:
     """``{'descr': '<f8', 'fortran_order': False, 'shape': (3, 4), }``, its keys in any order."""
-    body = text.strip().replace('"', "'")
+    body = text.strip(_SPACE).replace('"', "'")
     found: dict[str, str] = {}
     at, entries = 1, 0
     while body.startswith("{") and (entry := _ENTRY.match(body, at)) is not None:
@@ -92,7 +93,7 @@ def _parsed(text: str, name: str) -> Header:
         at, entries = entry.end(), entries + 1
         if entry["descr"] == "[":
             raise Refused(f"{name} must be an array of numbers, received records with named fields; save each alone.")
-    if set(found) != {"descr", "order", "shape"} or entries != 3 or body[at:].strip() != "}":
+    if set(found) != {"descr", "order", "shape"} or entries != 3 or body[at:].strip(_SPACE) != "}":
         raise Refused(
             f"{name} must have a header with descr, fortran_order and shape, received {_shown(body)}; it is damaged."
         )
@@ -100,10 +101,10 @@ def _parsed(text: str, name: str) -> Header:
 
 
 def _shape(text: str, name: str) -> tuple[int, ...]:
-    sizes = [part.strip().removesuffix("L") for part in text.split(",")]
+    sizes = [part.strip(_SPACE).removesuffix("L") for part in text.split(",")]
     if sizes[-1] == "":
         sizes.pop()
-    if len(sizes) > MAX_NDIM or any(not part.isdigit() or len(part) > 19 for part in sizes):
+    if len(sizes) > MAX_NDIM or any(not (part.isascii() and part.isdigit()) or len(part) > 19 for part in sizes):
         raise Refused(f"{name} must have a shape of at most {MAX_NDIM} whole numbers, received ({_shown(text)}).")
     return tuple(int(part) for part in sizes)
 

@@ -125,7 +125,7 @@ class ArrayCheckpoint(Checkpoint):
         self.origin = origin
         self._arrays = {}
         for name, value in arrays.items():
-            self._arrays[str(name)] = check._as_numbers(value, f"the tensor {name!r}")
+            self._arrays[str(name)] = check.real_array(value, f"the tensor {name!r}")
         self._shapes = {name: array.shape for name, array in self._arrays.items()}
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import cloud_centre
 from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.measures import SpaceTimeMeasure
 from otattn.operators.factor import Factor
@@ -91,7 +92,7 @@ class SoftmaxLayer:
         self._chosen = None if np.array_equal(chosen, np.arange(self.atoms)) else chosen
         w = measure.weights[chosen]
         self._x = measure.points if self._chosen is None else measure.points[chosen]
-        self._centre = w @ self._x
+        self._centre = cloud_centre(self._x, w)
         uniform = bool((w == w[0]).all())
         self.column = None if uniform else np.log(w / w.max())
         self.root = np.sqrt(w / w.mean())[:, None] if reweight and not uniform else None

@@ -306,3 +306,20 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         load_layer(tmp_path / "x.npy")
     with pytest.raises(ValueError, match=r"npy file"):
         read_npy(tmp_path / "empty.npz")
+
+
+@pytest.mark.parametrize("space", ["\x0b", "\x1c", "\x85", "\xa0"])
+def test_headers_hold_no_odd_spaces(tmp_path: Path, space: str) -> None:
+    data = npy_bytes(np.ones((4, 3)))
+    for old, new in ((b"  \n", space.encode("latin-1") + b" \n"), (b"False,", b"False ")):
+        (tmp_path / "x.npy").write_bytes(data.replace(old, new))
+        with pytest.raises(ValueError, match="must have a header"):
+            read_npy(tmp_path / "x.npy")
+
+
+def test_an_archive_behind_other_bytes_is_none(tmp_path: Path) -> None:
+    path = saved(tmp_path, weights(np.random.default_rng(0)))
+    path.write_bytes(b"#!" + path.read_bytes())
+    assert zipfile.is_zipfile(path)
+    with pytest.raises(ValueError, match=r"must be an .npz file"):
+        load_layer(path)

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._linalg import row_norms
 from otattn._tabular import Tabular
 from otattn.attention import AttentionMap
 from otattn.lipschitz.local.value import local_lipschitz
@@ -161,6 +162,6 @@ def local_growth(
     for h, w, k in tqdm(jobs, desc="local constants", disable=not progress, leave=False):
         local = local_lipschitz(heads[h], X[w, : sizes[k]], tol=tol)
         particle[h, w, k], splitting[h, w, k] = local.particle, local.splitting
-    norms = np.linalg.norm(X, axis=2)
+    norms = row_norms(X.reshape(-1, X.shape[2])).reshape(X.shape[:2])
     radii = np.stack([norms[:, :n].max(axis=1) for n in sizes], axis=1)
     return LocalGrowth(np.asarray(sizes, dtype=np.float64), particle, splitting, radii)
