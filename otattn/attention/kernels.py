@@ -114,13 +114,12 @@ class NormalisedKernel(Kernel):
     def queries(self, x: Array) -> Array:
         """``q(x)``, in the frame of the centred keys."""
         head = self.head
+        if not (head.centred or head.quadratic):
+            # W_q x itself: a centre far from x would take its digits
+            q = x @ head.Wq.T
+            return q if head.bq is None else q + head.bq
         q = (x - self.centre) @ head.Wq.T
-        if head.centred:
-            return q
-        if head.quadratic:
-            return np.asarray(q + (head.Wq - 2.0 * head.Wk) @ self.centre)
-        q += head.Wq @ self.centre
-        return q if head.bq is None else q + head.bq
+        return q if head.centred else np.asarray(q + (head.Wq - 2.0 * head.Wk) @ self.centre)
 
     def _logits(self, Q: Array, mass: Array | None) -> Array:
         """Logits of the queries Q plus ``mass``, up to a term constant in each row."""

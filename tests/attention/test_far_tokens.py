@@ -78,3 +78,11 @@ def test_the_centre():
     # far atoms that weigh nothing do not move the mean
     assert np.abs(cloud_centre(cloud, np.array([0.5, 0.5, 0.0, 0.0]))).tolist() == [1.5, 1.5]
     assert np.isfinite(cloud_centre(np.full((2, 2), 1.7e308) * [[1.0], [-1.0]], np.full(2, 0.5))).all()
+
+
+def test_a_query_keeps_its_digits_beside_a_far_first_token():
+    """A masked map measures keys from the first token; a query is not, or it would see all logits alike."""
+    attention = oa.MaskedAttention(oa.SoftmaxAttention([[1.0, 0.2], [-0.3, 0.5]], np.eye(2)))
+    out = attention.on_tokens([[1e17, 0.0], [0.3, 0.2], [1.0, 0.5]])
+    # <A x, 1e17 e_1> is 3.4e16 and 1.1e17: each row sees the first token alone
+    np.testing.assert_array_equal(out, np.tile([1e17, 0.0], (3, 1)))
