@@ -51,6 +51,9 @@ SCRIPTS = (
     Script("fuzz", "50,000 random calls of every public function", ("pandas",), ("--calls", "200"), out=False),
     Script("attacks", "attacks on every proven number", ("mpmath",), ("--seconds", "60"), out=False),
     Script("mutation", "small changes of the formulas: do the tests notice", ("coverage",), None, out=False),
+    Script("fuzz_arrays", "damaged files of arrays through the command line", (), ("--files", "50"), out=False),
+    Script("fuzz_files", "damaged checkpoints and tokenizers", MODELS, ("--files", "50")),
+    Script("against_transformers", "hidden states and options of transformers", ("torch", "transformers"), None),
     Script("kills", "100 kills of a running study", (), ("--kills", "3"), out=False),
 )
 
