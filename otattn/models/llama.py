@@ -34,8 +34,13 @@ def _ones(values: NDArray[np.float64], _: Mapping[str, Any]) -> str | None:
 
 
 def _doubt(given: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    """Gemma, Helium and ERNIE 4.5 have the same tensors and other maps."""
     act = given.get("hidden_act")
-    return None if act in (None, "silu", "swish") else f"its activation is {act!r}, as in Gemma, whose norms differ"
+    if act not in (None, "silu", "swish"):
+        return f"its activation is {act!r}, as in Gemma, whose norms differ"
+    if given.get("transformers_version") is not None:
+        return "its configuration was written by transformers (transformers_version), which names the model_type, without one"
+    return None
 
 
 SHAPES = {
@@ -201,7 +206,8 @@ def llama(source: Source, *, config: Config = None) -> Llama:
         A ``.gguf``, ``.safetensors`` or ``.npz`` file, an index of shards, the first part of a split GGUF file, or the
         folder of one of them.
     config : mapping or path, optional
-        For a checkpoint that is no GGUF file: ``config.json``, the one beside the file by default.
+        For a checkpoint that is no GGUF file: ``config.json``, the one beside the file by default. One of a few keys
+        without ``model_type`` is taken at the caller's word where the tensors cannot tell.
 
     Returns
     -------
