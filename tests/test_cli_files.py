@@ -22,7 +22,7 @@ X = np.random.default_rng(0).normal(size=(4, 3))
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
     """What the commands import is no part of what they take."""
-    for module in ("lipschitz.growth", "plotting", "stability", "report.build"):
+    for module in ("lipschitz.local.growth", "plotting", "stability", "report.build"):
         importlib.import_module(f"otattn.{module}")
 
 
