@@ -98,6 +98,7 @@ def test_integrated_limits_are_the_exact_ones(d):
             assert np.abs(out.covariance - exact.covariance).max() < 0.05 * np.abs(exact.covariance).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "d"), [("softmax", 3), ("softmax", 4), ("softmax", 5), ("l2", 3), ("l2", 4), ("l2", 5)]
 )
@@ -117,6 +118,7 @@ def test_ranks_for_identity_values(variant, d):
             assert study.settled.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [3, 4, 5])
 def test_ranks_for_random_values(d):
     """V random, A symmetric: settled finite limits have rank between dim - rank A (a kernel is kept) and the largest

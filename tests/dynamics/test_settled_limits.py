@@ -106,6 +106,7 @@ def test_theorem_needs_its_hypotheses():
     assert (out.rank, out.status) == (2, "followed")
 
 
+@pytest.mark.slow
 def test_flows_that_turn_do_not_settle():
     """A = I, V skew: ``Sigma' = V Sigma^2 - Sigma^2 V`` turns for ever, with constant eigenvalues."""
     V = np.array([[0.0, -1.0], [1.0, 0.0]])

@@ -86,6 +86,7 @@ def test_a_bound_for_any_measure_applies_to_tokens() -> None:
     assert rows["pair"]["reason"] == "n must be 2, received 7"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3, None])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_best_bound_is_the_least_of_the_theorems_that_apply(name: str, n: int | None) -> None:

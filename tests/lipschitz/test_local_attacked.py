@@ -300,6 +300,7 @@ def check_ball(seed):
     assert ball_holds(attention, x)
 
 
+@pytest.mark.slow
 def test_directions_that_the_maps_kill():
     for seed in range(40):
         check_upper(seed)

@@ -76,6 +76,7 @@ def test_generic_matrices_reach_the_leading_constant(d: int) -> None:
     assert bound.value >= 0.97 * leading * 1000 * math.sqrt(10**5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("A", "target"),
     [
@@ -96,6 +97,7 @@ def test_mean_field_witnesses(A: np.ndarray, target: float) -> None:
     assert bound.value * (1 - 1e-3) <= ratio <= 1.1 * bound.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"])
 def test_methods_give_tokens_of_the_domain(method: str) -> None:
     attention = oa.SoftmaxAttention(-np.eye(3), np.eye(3))

@@ -62,6 +62,7 @@ def test_results_do_not_depend_on_the_workers() -> None:
         assert one.best.certified_lower == two.best.certified_lower
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["threading", "multiprocessing", "sequential"])
 def test_joblib_chooses_the_backend(backend: str) -> None:
     expected = study_of(SOFTMAX, BALL, n_pairs=20, rng=2).ratios

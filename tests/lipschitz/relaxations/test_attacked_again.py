@@ -96,6 +96,7 @@ def test_boxes_of_rows_hold_what_the_definitions_say():
     assert seen > 5000
 
 
+@pytest.mark.slow
 def test_own_terms_hold_what_the_definitions_say():
     rng = np.random.default_rng(1)
     seen = 0
@@ -271,6 +272,7 @@ def test_covariances_of_rectangles_are_below_the_plane_bound():
 # --- rotary positions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rotary_attention_is_below_its_row_bound():
     rng = np.random.default_rng(4)
     tight = 0.0
@@ -486,6 +488,7 @@ def test_a_recheck_without_cells_of_the_mass_proves_nothing():
         assert not replace(bound, options={**bound.options, "atoms": atoms}).verify(), atoms
 
 
+@pytest.mark.slow
 def test_psd_rechecks_refuse_statements_of_no_head():
     bound = psd(SoftmaxAttention(4.0 * np.eye(2), np.eye(2)), 1.0, n=3, effort="fast")
     for change in ({"n": 1}, {"n": np.inf}, {"n": None}, {"n": 2.5}, {"p": 1.0}, {"domain": None}, {"attention": None}):

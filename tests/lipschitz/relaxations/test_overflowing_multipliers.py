@@ -49,6 +49,7 @@ def test_huge_multipliers_never_prove_less(name, size) -> None:
             assert proved >= 0.95 * bound.value, (key, wild)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["nu", "s", "w"])
 def test_multipliers_of_another_kind_are_refused(key) -> None:
     for name in CERTIFICATES:

@@ -97,6 +97,7 @@ def test_never_violated_by_ascents_on_the_dense_jacobian(kind):
     assert bound.verify()
 
 
+@pytest.mark.slow
 def test_a_skew_form_leaves_no_room():
     """Both bounds are within 1 percent at large a: an error of the constant would show."""
     A = 260.0 * np.array([[0.0, 1.0], [-1.0, 0.0]])
@@ -104,11 +105,13 @@ def test_a_skew_form_leaves_no_room():
     assert low <= pair(SoftmaxAttention(A, np.eye(2)), 1.0).value <= 1.01 * low
 
 
+@pytest.mark.slow
 def test_negative_identity_reaches_a_quarter():
     """The constant of the docstring; the search alone stopped at 0.45 a, without the two exact members."""
     assert pair(SoftmaxAttention(-100.0 * np.eye(2), np.eye(2)), 1.0).value <= 1.03 * (math.sqrt(2.0) + 25.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", ["box", "points"])
 def test_domains_that_are_not_centred(domain):
     rng = np.random.default_rng(11)
@@ -139,6 +142,7 @@ def captured_boxes(family, forms, reach, monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["generic", "zero"])
 def test_boxes_around_configurations_hold_them(kind, monkeypatch):
     """No box of a configuration is called empty or bounded below its F, whichever tokens come first."""
@@ -178,11 +182,13 @@ def test_boxes_around_configurations_hold_them(kind, monkeypatch):
         assert values[inside].max() >= log_F[k] - 1e-9
 
 
+@pytest.mark.slow
 def test_few_cells_cost_tightness_only(negative, monkeypatch):
     monkeypatch.setitem(pair.__globals__, "_CELLS", 400)
     assert negative.proved_value() > negative.value  # the maximum over unfinished boxes is reported, not the best point
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("A", "c"),
     [

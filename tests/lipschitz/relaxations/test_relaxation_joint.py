@@ -71,6 +71,7 @@ def test_row_constant_is_known_at_the_ends():
     assert (np.diff(rows.row(np.ones(9), np.linspace(0, 1, 9))[:, 0]) >= 0).all()
 
 
+@pytest.mark.slow
 def test_the_lagrangian_is_an_upper_bound_of_the_program():
     # random feasible points of the joint program never exceed it, whatever the multipliers
     rng = np.random.default_rng(1)
@@ -117,6 +118,7 @@ def test_never_violated_by_climbs(name):
         assert bound.verify()
 
 
+@pytest.mark.slow
 def test_never_violated_with_a_bias_and_on_another_radius():
     rng = np.random.default_rng(4)
     A, V = FORMS["generic"]
