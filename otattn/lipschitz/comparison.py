@@ -125,7 +125,7 @@ def real_against_adversarial(
     *,
     n_values: Sequence[int] = (8, 16, 32, 64, 128),
     growth: LocalGrowth | None = None,
-    method: Method = "two-anchor",
+    method: Method | None = None,
     rng: np.random.Generator | int = 0,
     progress: bool = False,
 ) -> RealAgainstAdversarial:
@@ -138,8 +138,8 @@ def real_against_adversarial(
     n_values : sequence of int
     growth : LocalGrowth, optional
         The real side, when it has been computed already for these heads, windows and sizes.
-    method : str
-        Of :func:`otattn.adversarial_tokens`.
+    method : str, optional
+        Of :func:`otattn.adversarial_tokens`; by default "two-anchor", and "ascent" for one and two tokens.
     rng : Generator or int
     progress : bool
     """
@@ -154,6 +154,7 @@ def real_against_adversarial(
     values = np.empty((len(heads), len(real.n_values)))
     for h in tqdm(range(len(heads)), desc="adversarial tokens", disable=not progress, leave=False):
         for k, n in enumerate(real.n_values):
-            mu = adversarial_head_tokens(heads[h], int(n), radius, method=method, rng=generator)
+            chosen: Method = method or ("two-anchor" if n >= 3 else "ascent")
+            mu = adversarial_head_tokens(heads[h], int(n), radius, method=chosen, rng=generator)
             values[h, k] = local_lipschitz(heads[h], mu).value
-    return RealAgainstAdversarial(real, values, radius, method)
+    return RealAgainstAdversarial(real, values, radius, method or "two-anchor")

@@ -161,3 +161,11 @@ def test_bounds_command(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert "mean-field bound the smaller one" in capsys.readouterr().out
     assert main([*arguments, "--head", "3"]) == 2
     assert "--head must be below 1" in capsys.readouterr().err
+
+
+def test_two_tokens_are_compared_without_two_anchors() -> None:
+    rng = np.random.default_rng(0)
+    heads = [oa.SoftmaxAttention(rng.normal(size=(3, 3)), np.eye(3))]
+    found = oa.real_against_adversarial(heads, rng.normal(size=(2, 4, 3)), n_values=(2, 3))
+    assert found.adversarial.shape == (1, 2)
+    assert (found.adversarial > 0.0).all()
