@@ -83,7 +83,9 @@ def report(found, seconds: float, seed: int) -> list[str]:
         f"{sum(row[3] for row in rows)} exceeded.",
         "",
         *machine("mpmath", seeds=f"{seed}; {seconds:.0f} s"),
-        *table(["function", "held", "refused", "exceeded", "configurations", "largest share of the bound in float64"], rows),
+        *table(
+            ["function", "held", "refused", "exceeded", "configurations", "largest share of the bound in float64"], rows
+        ),
         *table(["kind", "held", "refused", "exceeded"], by_kind),
         *reports,
     ]

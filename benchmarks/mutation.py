@@ -77,23 +77,25 @@ GROUPS = (
     ),
     Group.of(
         "otattn/lipschitz",
-        "rounding 6 quadratic 8 row_constants 8 theorems 10 regions 12 masked_bounds 8 l2_bounds 6 pointwise_bounds 5 "
-        "rotary_bounds 4 head_bounds 6 containment 6 bound 4",
+        "arithmetic/rounding 6 constants/quadratic 8 constants/rows 8 constants/regions 12 constants/sum_of_heads 5 containment 6 "
+        "bound 4 upper/softmax 10 upper/masked 8 upper/l2 6 upper/unnormalised 5 upper/rotary 4 upper/several_heads 4 "
+        "local/at_measure 10",
         "",
-        "theorems published rotary_bounds many_tokens papers containment mutants",
+        "theorems published rotary_bounds many_tokens papers containment mutants local_attacked",
     ),
     Group.of(
-        "otattn/lipschitz",
+        "otattn/lipschitz/arithmetic",
         "intervals 8 _interval_kernels 8 balls 6",
         "",
         "intervals interval_sums interval_arrays balls mutants",
     ),
     Group.of(
-        "otattn/lipschitz/relaxations",
-        "joint 6 mean_field 7 pair 6 _psd_columns 5 psd 5 field 4 _field_hull 5 regions 6 column_sums 4 self_entropy 5 "
-        "interval_simplex 4 heads 4 _interval_head 3 local_ball 4",
+        "otattn/lipschitz",
+        "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/_psd_columns 5 upper/psd 5 constants/field 4 "
+        "constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 constants/self_entropy 5 constants/simplex 4 "
+        "upper/multihead 4 constants/_interval_head 5 upper/near_tokens 5",
         "tests/lipschitz/relaxations",
-        "mutants",
+        "mutants local_attacked",
     ),
 )
 KNOWN = (
