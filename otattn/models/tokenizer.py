@@ -21,6 +21,8 @@ MAX_VOCABULARY = 64 * 2**20
 _SETTINGS = "tokenizer_config.json"
 _WORDPIECE = ("Bert", "DistilBert", "Electra", "MobileBert", "MPNet", "Retribert")
 _CONTROL, _USER = 3, 4
+_PROBES = ("a", "the", "\U0010fffd", "\u6f22", "\u00e9", "7", "!", "x" * 200)
+"""Words of all kinds, most of them in no vocabulary: a tokenizer that cannot encode them is damaged."""
 _SPECIAL = {
     "unk_token": "[UNK]",
     "cls_token": "[CLS]",
@@ -121,7 +123,8 @@ def _from_json(file: Path, library: Any) -> Any:
             tokenizer = library.Tokenizer.from_file(str(file))
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            tokenizer.encode("a", add_special_tokens=False)
+            for word in _PROBES:
+                tokenizer.encode(word, add_special_tokens=False)
     except ValueError:
         read_json(file, max_bytes=MAX_VOCABULARY)  # tells damaged JSON from another kind of file
         raise
