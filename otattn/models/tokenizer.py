@@ -123,6 +123,9 @@ def _from_json(file: Path, library: Any) -> Any:
             tokenizer = library.Tokenizer.from_file(str(file))
             tokenizer.no_truncation()
             tokenizer.no_padding()
+            unknown = getattr(tokenizer.model, "unk_token", None)
+            if unknown is not None and tokenizer.model.token_to_id(unknown) is None:
+                raise ValueError(f"the token {unknown!r} for unknown words is not in the vocabulary")
             for word in _PROBES:
                 tokenizer.encode(word, add_special_tokens=False)
     except ValueError:

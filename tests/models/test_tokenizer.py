@@ -172,6 +172,21 @@ def test_damaged_tokenizer_files(text: str, tmp_path: Path) -> None:
     assert "tokenizer.json" in str(caught.value)
 
 
+@pytest.mark.parametrize("words", [["a"], ["a", "the", "7", "!"]])
+def test_a_vocabulary_without_the_unknown_token(words: list[str], tmp_path: Path) -> None:
+    """It encodes its own words, and would fail on the first other one."""
+    model = {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 9,
+    }
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"version": "1.0", "model": model | {"vocab": {w: i for i, w in enumerate(words)}}}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json must be a tokenizer .*\[UNK\]"):
+        load_tokenizer(tmp_path)
+
+
 # byte-level BPE in GGUF files
 
 TOKENS = [
