@@ -43,7 +43,10 @@ def work(pipe: Connection) -> None:
     fuzz = importlib.import_module("file_fuzz")
     with fuzz.quiet():
         while True:
-            name, seed = pipe.recv()
+            try:
+                name, seed = pipe.recv()
+            except (EOFError, OSError):  # the parent has ended
+                return
             start = time.perf_counter()
             try:
                 outcome = fuzz.one_file(name, seed)
