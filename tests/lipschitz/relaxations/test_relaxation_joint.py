@@ -204,8 +204,15 @@ def test_finer_cells_never_give_more():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["identity", "negative", "skew", "generic"])
-@pytest.mark.parametrize(("a", "n"), [(9.0, 4), (25.0, 16), (100.0, 64)])
+@pytest.mark.parametrize(
+    ("name", "a", "n"),
+    [
+        *((name, 9.0, 4) for name in ("identity", "negative", "skew", "generic")),
+        ("identity", 25.0, 16),
+        ("generic", 25.0, 16),
+        ("negative", 100.0, 64),
+    ],
+)
 def test_it_encloses_the_searched_lower_bound(name, a, n):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
