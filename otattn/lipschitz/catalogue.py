@@ -8,29 +8,18 @@ None, and not an exception: an error inside a theorem is never taken for "does n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from otattn import _validate as check
 from otattn._tabular import Tabular
-from otattn.attention import (
-    AttentionMap,
-    L2Attention,
-    MaskedAttention,
-    MultiHeadAttention,
-    RotaryAttention,
-    SoftmaxAttention,
-)
-from otattn.attention.pointwise import PointwiseAttention
+from otattn.attention import AttentionMap
+from otattn.lipschitz.hypotheses import Reason
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["THEOREMS", "Catalogue", "Reason", "Theorem", "every", "theorem", "theorems"]
+__all__ = ["THEOREMS", "Catalogue", "Quantity", "Theorem", "theorem", "theorems"]
 
-Reason = Callable[[Any, Any, "int | None", float], "str | None"]
-"""``(attention, domain, n, p)`` -> why the theorem does not apply, None when it does."""
 Quantity = Literal["lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local"]
 """What is bounded: the Lipschitz constant of F; ``sup ||V C A||``; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
 of one row; a covariance over an interval simplex; the local constant at one measure."""
@@ -63,6 +52,8 @@ class Theorem:
         It has a form for any measure beside the one for n tokens.
     rigorous : bool
         Ball and interval arithmetic prove it too.
+    everywhere : bool
+        It says something on all of ``R^d`` (domain None) too.
     proof : str
         Module whose text is the proof.
     """
@@ -76,6 +67,7 @@ class Theorem:
     closed: bool
     measures: bool
     rigorous: bool
+    everywhere: bool
     proof: str
     applies: Reason
     evaluate: Evaluation
@@ -87,6 +79,8 @@ class Theorem:
 
     def reason(self, attention: Any, domain: Any, n: int | None, p: float) -> str | None:
         """Why the theorem says nothing about this constant of this map; None when it applies."""
+        if domain is None and not self.everywhere:
+            return "it says nothing on all of R^d; a radius or a domain must be given"
         return self.applies(attention, domain, n, p)
 
     def row(self) -> dict[str, Any]:
@@ -115,6 +109,7 @@ def theorem(
     closed: bool = True,
     measures: bool = False,
     rigorous: bool = True,
+    everywhere: bool = False,
 ) -> Callable[[Evaluation], Evaluation]:
     """Register the function that evaluates a theorem: ``(attention, domain, n, p, exact) -> Bound``."""
 
@@ -124,142 +119,23 @@ def theorem(
         module = inspect.getmodule(function)
         proof = "" if module is None else module.__name__
         THEOREMS[key] = Theorem(
-            key, statement, hypotheses, reference, kind, quantity, closed, measures, rigorous, proof, applies, function
+            key,
+            statement,
+            hypotheses,
+            reference,
+            kind,
+            quantity,
+            closed,
+            measures,
+            rigorous,
+            everywhere,
+            proof,
+            applies,
+            function,
         )
         return function
 
     return register
-
-
-def every(*reasons: Reason) -> Reason:
-    """All hypotheses; the first that fails is the reason."""
-
-    def applies(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-        return next((why for reason in reasons if (why := reason(attention, domain, n, p)) is not None), None)
-
-    return applies
-
-
-def order_two(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """The Wasserstein distance is W_2."""
-    return None if p == 2.0 else f"p must be 2, received {p:g}"
-
-
-def order_between(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Reason:
-    """p lies in the interval."""
-    ends = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
-
-    def applies(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-        inside = low <= p <= high and not (low_open and p == low) and not (high_open and p == high)
-        return None if inside else f"p must lie in {ends}, received {p:g}"
-
-    return applies
-
-
-def tokens(least: int = 1) -> Reason:
-    """A number of equal tokens is given."""
-
-    def applies(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-        if n is None:
-            return "n, a number of tokens, must be given; it says nothing of any measure"
-        return None if n >= least else f"n must be at least {least}, received {n}"
-
-    return applies
-
-
-def any_measure(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """The constant over all measures."""
-    return None if n is None else f"n must be None, it is about any measure, received {n}"
-
-
-def no_domain(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """All of ``R^d``."""
-    return None if domain is None else f"it is about all of R^d, domain None, received {domain!r}"
-
-
-def centred_ball(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """The domain of the published theorems."""
-    return None if isinstance(domain, Ball) else f"domain must be a centred ball, received {domain!r}"
-
-
-def no_bias(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """A softmax head whose logits are ``<A x, y>`` alone."""
-    head: Any = unmasked(attention)
-    biases = [head.bias, None if head.factors is None else head.factors[2]]
-    size = max((float(np.abs(b).max(initial=0.0)) for b in biases if b is not None), default=0.0)
-    return f"it assumes no query bias, received one with entries up to {size:g}" if size > 0.0 else None
-
-
-def unmasked(attention: AttentionMap) -> AttentionMap:
-    """The map under a mask, or the map itself."""
-    return attention.attention if isinstance(attention, MaskedAttention) else attention
-
-
-def kind_of(attention: Any) -> str:
-    """The name of a map, its mask said."""
-    if isinstance(attention, MaskedAttention):
-        return f"MaskedAttention({type(attention.attention).__name__})"
-    return type(attention).__name__
-
-
-def _head(kinds: type | tuple[type, ...], name: str, masked: bool | None) -> Reason:
-    def applies(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-        causal = isinstance(attention, MaskedAttention)
-        if isinstance(unmasked(attention), kinds) and (masked is None or masked == causal):
-            return None
-        wanted = {None: f"{name}, masked or not", True: f"MaskedAttention({name})", False: f"{name} without a mask"}
-        return f"attention must be {wanted[masked]}, received {kind_of(attention)}"
-
-    return applies
-
-
-def softmax(masked: bool | None = None) -> Reason:
-    """A softmax head; ``masked`` None accepts both kinds."""
-    return _head(SoftmaxAttention, "SoftmaxAttention", masked)
-
-
-def l2(masked: bool | None = None) -> Reason:
-    """An L2 head."""
-    return _head(L2Attention, "L2Attention", masked)
-
-
-unnormalised_map: Reason = _head(PointwiseAttention, "sigmoid, ReLU, linear or exponential attention", None)
-rotary: Reason = _head(RotaryAttention, "RotaryAttention", False)
-
-
-def single_heads(attention: Any, causal: bool = False) -> Iterator[tuple[Any, bool]]:
-    """The heads of a map, nested sums opened, each with whether a mask hides later tokens from it."""
-    if isinstance(attention, MaskedAttention):
-        yield from single_heads(attention.attention, True)
-    elif isinstance(attention, MultiHeadAttention):
-        for head in attention.heads:
-            yield from single_heads(head, causal)
-    else:
-        yield attention, causal
-
-
-def sum_of_heads(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """Softmax, L2 and unnormalised heads, one or several."""
-    for head, _ in single_heads(attention):
-        if not isinstance(head, SoftmaxAttention | L2Attention | PointwiseAttention):
-            return f"attention must be built of softmax, L2 or unnormalised heads, received {type(head).__name__}"
-    return None
-
-
-def several_heads(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    """A sum of heads."""
-    if isinstance(unmasked(attention), MultiHeadAttention):
-        return None
-    return f"attention must be MultiHeadAttention, masked or not, received {kind_of(attention)}"
-
-
-def unless(condition: Callable[[int | None, float], bool], reason: Reason) -> Reason:
-    """The hypothesis, waived where ``condition(n, p)`` holds."""
-
-    def applies(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-        return None if condition(n, p) else reason(attention, domain, n, p)
-
-    return applies
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +216,17 @@ def theorems(
     if n is not None:
         check.count(n, "n")
     order = check.check_order(p)
-    region = Ball(check.positive(radius, "radius")) if radius is not None else domain
+    if radius is not None and domain is not None:
+        raise ValueError("at most one of radius and domain must be given, received both.")
+    region: Any = Ball(check.positive(radius, "radius")) if radius is not None else domain
+    if region is not None and not isinstance(region, Domain) and not hasattr(region, "points"):
+        raise TypeError(
+            "domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, or the measure of a local bound, received "
+            f"{type(region).__name__}; for tokens of norm at most R give radius=R."
+        )
+    dim = getattr(region, "dim", None)
+    if None not in (dim, attention.in_dim) and dim != attention.in_dim:
+        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
     return Catalogue(records, tuple(_covers(t, attention, region, n, order) for t in records))
 
 

@@ -12,9 +12,10 @@ from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import THEOREMS, Theorem, every, order_two, several_heads, theorems, unmasked
+from otattn.lipschitz.catalogue import THEOREMS, Theorem, theorems
 from otattn.lipschitz.catalogue import theorem as _theorem
 from otattn.lipschitz.constants.regions import check_count, resolve_domain
+from otattn.lipschitz.hypotheses import every, order_two, several_heads, unmasked
 from otattn.lipschitz.table import closed_bounds, table
 from otattn.lipschitz.upper.multihead import head_with_values, multihead
 from otattn.measures import Domain

@@ -147,3 +147,28 @@ def test_a_theorem_of_ones_own_enters_tables_and_enclosures(monkeypatch) -> None
     finally:
         THEOREMS.clear()
         THEOREMS.update(before)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"radius": 1.0, "domain": oa.Ball(2.0)}, ValueError, "at most one of radius and domain"),
+        ({"domain": "ball"}, TypeError, "received str"),
+        ({"domain": np.eye(2)}, TypeError, "received ndarray"),
+        ({"domain": oa.Ball(1.0, 3)}, ValueError, "dimension 2 like the attention, received 3"),
+        ({"radius": np.nan}, ValueError, "finite and positive"),
+        ({"radius": 1.0, "n": 0}, ValueError, "n must be at least 1"),
+        ({"radius": 1.0, "p": 0.5}, ValueError, "p must lie in"),
+    ],
+)
+def test_statements_that_make_no_sense_are_refused(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        oa.theorems(SOFTMAX, **options)
+
+
+def test_only_what_holds_on_all_of_space_applies_without_a_domain() -> None:
+    """Softmax attention is not Lipschitz on R^d: no upper bound may say that it applies there."""
+    for name, attention in MAPS.items():
+        applying = [row["theorem"] for row in oa.theorems(attention, n=3).rows() if row["applies"]]
+        assert set(applying) <= {"kim2021_l2", "kim2021_dot_product"}, name
+    assert [r["theorem"] for r in oa.theorems(MAPS["tied"], n=3).rows() if r["applies"]] == ["kim2021_l2"]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.catalogue import softmax, theorem
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -46,6 +46,7 @@ from otattn.lipschitz.constants._dual_quadratic import (
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import check_domain, enclosing_round, softmax_head
 from otattn.lipschitz.constants.regions import Region
+from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Box, Domain
 
 __all__ = ["kappa"]

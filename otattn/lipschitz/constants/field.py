@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import lambda_max_upper, product_error
 from otattn.lipschitz.arithmetic.rounding import product
-from otattn.lipschitz.catalogue import softmax, theorem
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -38,6 +38,7 @@ from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, triangular
 from otattn.lipschitz.constants._field_hull import box_field, points_field, unit_pair
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import check_domain, enclosing_round, softmax_head
+from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
 
 __all__ = ["field_jacobian"]

@@ -40,7 +40,7 @@ from otattn._linalg import mid, norm_upper, product_error, spectral_norm
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, least
-from otattn.lipschitz.catalogue import every, softmax, theorem, tokens
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -62,6 +62,7 @@ from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_constant as phi
 from otattn.lipschitz.constants.self_logit import entropy_gap
 from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.hypotheses import every, softmax, tokens
 from otattn.measures import Ball, Box, Domain
 
 __all__ = ["row_constant", "self_entropy"]

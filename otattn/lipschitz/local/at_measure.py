@@ -16,8 +16,9 @@ from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention, SigmoidAttention
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, safe_exp, up
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import every, order_two, sum_of_heads, theorem
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.sum_of_heads import HeadPart, combine_heads, heads_of
+from otattn.lipschitz.hypotheses import every, order_two, sum_of_heads
 
 __all__ = ["local_upper_bound"]
 

@@ -12,8 +12,9 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import any_measure, centred_ball, every, no_bias, order_two, softmax, theorem, tokens
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.setting import SoftmaxForm, softmax_form
+from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["castin2024_discrete_lower", "castin2024_large_radius", "castin2024_mean_field_lower"]

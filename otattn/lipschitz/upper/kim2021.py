@@ -15,18 +15,9 @@ from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import (
-    centred_ball,
-    every,
-    no_bias,
-    no_domain,
-    order_two,
-    softmax,
-    theorem,
-    tokens,
-    unmasked,
-)
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens, unmasked
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["kim2021_dot_product", "kim2021_l2"]
@@ -136,6 +127,7 @@ def _rank(M: Array) -> int:
     applies=every(_tied, tokens(), order_two, no_domain),
     reference="[KPM21] Theorem 3.2, constant re-derived",
     rigorous=False,
+    everywhere=True,
 )
 def _kim_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
     """On all of ``R^d`` (``domain`` None)."""
@@ -207,6 +199,7 @@ def _ball_or_all(attention: Any, domain: Any, n: int | None, p: float) -> str | 
     reference="[KPM21] Theorem 3.1",
     kind="lower",
     rigorous=False,
+    everywhere=True,
 )
 def _dot_product(attention: AttentionMap, domain: Ball | None, count: int, p: float, exact: bool) -> Bound:
     form, key = softmax_form(attention, masked=False), "kim2021_dot_product"

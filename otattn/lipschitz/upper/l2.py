@@ -23,10 +23,11 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import every, l2, order_two, theorem, tokens, unless, unmasked
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Region, check_count, resolve_domain, see
 from otattn.lipschitz.constants.rows import row_constant, two_largest
 from otattn.lipschitz.constants.setting import SoftmaxForm
+from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless, unmasked
 from otattn.lipschitz.upper.masked import masked_column_sum
 from otattn.lipschitz.upper.softmax import column_log, outward
 from otattn.measures.domains import Domain

@@ -19,9 +19,10 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import every, order_between, order_two, softmax, theorem, tokens
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Seen, check_count, resolve_domain
 from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_constant
+from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens
 from otattn.lipschitz.upper.softmax import column_bound_of, outward, row_bound_of, seen_by
 from otattn.measures.domains import Domain
 

@@ -81,11 +81,12 @@ from otattn._linalg import mid, norm_upper
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import every, order_two, softmax, theorem, tokens
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import UnitHead, head_of, least_stretch, psd_defect, unit_head
+from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper._psd_search import Plan, add_rows, choose, refine
 from otattn.measures.domains import Ball, Domain

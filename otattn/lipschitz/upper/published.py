@@ -36,8 +36,9 @@ from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.p
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, product, top, up
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import any_measure, centred_ball, every, order_two, softmax, theorem, tokens
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.setting import SoftmaxForm, softmax_form
+from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, order_two, softmax, tokens
 from otattn.lipschitz.upper.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures import Ball

@@ -15,10 +15,11 @@ from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import every, several_heads, single_heads, sum_of_heads, theorem
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Region, Seen, check_count, resolve_domain, see
 from otattn.lipschitz.constants.setting import form_of
 from otattn.lipschitz.constants.sum_of_heads import HeadPart, combine_heads, heads_of
+from otattn.lipschitz.hypotheses import every, several_heads, single_heads, sum_of_heads
 from otattn.lipschitz.upper.l2 import l2_bounds
 from otattn.lipschitz.upper.masked import masked_softmax_bounds
 from otattn.lipschitz.upper.softmax import outward, softmax_bounds

@@ -21,10 +21,11 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import theorem, unmasked, unnormalised_map
+from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.quadratic import max_norm_product
 from otattn.lipschitz.constants.regions import Region, Seen, check_count, largest_norm, resolve_domain
 from otattn.lipschitz.constants.setting import SoftmaxForm
+from otattn.lipschitz.hypotheses import unmasked, unnormalised_map
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain, Ellipsoid
 
