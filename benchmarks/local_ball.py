@@ -14,7 +14,7 @@ import numpy as np
 
 import otattn as oa
 from otattn.lipschitz.comparison import reduced_head
-from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.lower.clusters import Configuration
 from otattn.lipschitz.lower.forms import forms_of
 from otattn.plotting.style import COLORS, axes, save
@@ -57,7 +57,7 @@ def problems() -> list[tuple[str, oa.SoftmaxAttention, np.ndarray]]:
     for h in (0, 3):
         head = layer.heads[h]
         attention, _ = reduced_head(head)
-        basis = softmax_form(head, masked=False).basis
+        basis = softmax_head(head, masked=False).on_span().basis
         X = layer.tokens(0)[:16]
         out.append((f"head {h} of the layer, n = 16", attention, X if basis is None else X @ basis))
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +12,9 @@ from otattn import _validate as check
 from otattn.attention.jacobian import JacobianOperator
 from otattn.errors import NotGaussianPreservingError
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete, as_spacetime
+
+if TYPE_CHECKING:
+    from otattn.attention.head import Arithmetic, Head
 
 __all__ = ["MEMORY_BUDGET", "AttentionMap", "Measure", "block_rows"]
 
@@ -54,6 +57,10 @@ class AttentionMap(ABC):
 
     @abstractmethod
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator: ...
+
+    def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        """The heads whose sum the map is (:func:`otattn.attention.head.heads_of`); none when it is no such sum."""
+        return ()
 
     @property
     def _kernels(self) -> int:

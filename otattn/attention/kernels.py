@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 from otattn._linalg import cloud_centre
 from otattn.attention.base import block_rows
 
-__all__ = ["Head", "Kernel", "NormalisedKernel", "blocks"]
+__all__ = ["Kernel", "NormalisedKernel", "Projections", "blocks"]
 
 Array = NDArray[np.float64]
 _WIDE = 1e3
@@ -25,7 +25,7 @@ _WIDE = 1e3
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class Projections:
     """The affine maps of one head: ``q = W_q x + b_q``, ``k = W_k y``, values ``V y + b_v``.
 
     ``quadratic`` adds ``-|k(y)|^2`` to the logit (with ``q = 2 Q x``, ``k = K y``: L2 attention). ``centred``
@@ -60,7 +60,9 @@ def blocks(m: int, n: int, block_size: int | None, width: int = 4) -> Iterator[s
 class Kernel:
     """The atoms of one head with their times, shared by the normalised and the pointwise kind."""
 
-    def __init__(self, head: Head, y: Array, weights: Array, times: Array | None, block_size: int | None) -> None:
+    def __init__(
+        self, head: Projections, y: Array, weights: Array, times: Array | None, block_size: int | None
+    ) -> None:
         self.head, self.y, self.weights, self.times, self.block_size = head, y, weights, times, block_size
         self.n = len(y)
 
@@ -87,7 +89,7 @@ class NormalisedKernel(Kernel):
 
     def __init__(
         self,
-        head: Head,
+        head: Projections,
         y: Array,
         weights: Array,
         *,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._linalg import product_error, spectral_norm_upper
 from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.measures import GaussianMeasure
 
@@ -57,13 +59,20 @@ class L2Attention(AttentionMap):
     def out_dim(self) -> int:
         return int(self.V.shape[0])
 
-    def head(self) -> Head:
+    def projections(self) -> Projections:
         """The affine maps of the head: ``-|Qx - Ky|^2 = <2Qx, Ky> - |Ky|^2`` up to a term constant in y."""
-        return Head(2.0 * self.Q, self.K, self.V, quadratic=True)
+        return Projections(2.0 * self.Q, self.K, self.V, quadratic=True)
+
+    def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        Q, K = arithmetic.matrix(self.Q), arithmetic.matrix(self.K)
+        head = Head.of(self, 2.0 * (K.T @ Q), self.V, arithmetic=arithmetic)
+        # what rounding does to A, relative to its norm
+        error = 0.0 if head.exact else 2.0 * product_error(self.K.T, self.Q) / max(spectral_norm_upper(head.A), 1e-300)
+        return (replace(head, H=K.T @ K, error=min(1.0, error)),)
 
     def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
         atom_times = getattr(mu, "times", None) if times is not None else None
-        return NormalisedKernel(self.head(), mu.points, mu.weights, times=atom_times, block_size=block_size)
+        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=atom_times, block_size=block_size)
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.l2 import L2Attention
 from otattn.attention.multihead import MultiHeadAttention
@@ -89,6 +90,9 @@ class MaskedAttention(AttentionMap):
     @property
     def _kernels(self) -> int:
         return self.attention._kernels
+
+    def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        return tuple(replace(head, causal=True) for head in self.attention._heads(arithmetic))
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self.attention._apply(x, mu, times, block_size)

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
 from otattn.measures import GaussianMeasure
 
@@ -98,6 +99,11 @@ class MultiHeadAttention(AttentionMap):
     @property
     def _kernels(self) -> int:
         return sum(h._kernels for h in self.heads)
+
+    def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        parts = [head._heads(arithmetic) for head in self.heads]
+        outputs = self.outputs or (None,) * len(parts)
+        return tuple(h.with_output(W) for found, W in zip(parts, outputs, strict=True) for h in found if all(parts))
 
     def _output(self, h: int, values: Array) -> Array:
         return values if self.outputs is None else values @ self.outputs[h].T

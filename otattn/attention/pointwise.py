@@ -13,8 +13,9 @@ from scipy.special import expit
 from otattn import _validate as check
 from otattn.attention import base
 from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Head, Kernel, blocks
+from otattn.attention.kernels import Kernel, Projections, blocks
 from otattn.measures import GaussianMeasure
 
 __all__ = [
@@ -41,7 +42,7 @@ class PointwiseKernel(Kernel):
 
     def __init__(
         self,
-        head: Head,
+        head: Projections,
         h: Pointwise,
         y: Array,
         weights: Array,
@@ -188,13 +189,18 @@ class PointwiseAttention(AttentionMap):
     def _kernels(self) -> int:
         return 2
 
-    def head(self) -> Head:
+    def projections(self) -> Projections:
         """The linear maps of the head."""
-        return Head(self.A, np.eye(self.in_dim), self.V)
+        return Projections(self.A, np.eye(self.in_dim), self.V)
+
+    def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        return (Head.of(self, self.A, self.V, arithmetic=arithmetic),)
 
     def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> PointwiseKernel:
         atom_times = getattr(mu, "times", None) if times is not None else None
-        return PointwiseKernel(self.head(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size)
+        return PointwiseKernel(
+            self.projections(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size
+        )
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)

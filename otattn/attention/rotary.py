@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.normalised_jacobian import NormalisedJacobian, _apply_softmax_derivative
 from otattn.measures import SpaceTimeMeasure
 
@@ -225,7 +225,7 @@ class _RotaryKernel(NormalisedKernel):
     def __init__(self, map: RotaryAttention, mu: Measure, block_size: int | None) -> None:
         assert isinstance(mu, SpaceTimeMeasure)
         s, bq = map.scale, map.query_bias
-        head = Head(s * map.Q, map.K, map.V, None if bq is None else s * bq, map.value_bias)
+        head = Projections(s * map.Q, map.K, map.V, None if bq is None else s * bq, map.value_bias)
         super().__init__(head, mu.points, mu.weights, times=mu.times, block_size=block_size)
         self.map, self.mu = map, mu
         self.positions = map.positions(mu.times, mu)

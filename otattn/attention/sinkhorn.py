@@ -12,7 +12,7 @@ from otattn import _validate as check
 from otattn._linalg import psd_sqrt
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.attention.schroedinger import MarginalSolver, Potentials
 from otattn.measures import GaussianMeasure
@@ -108,8 +108,8 @@ class SinkhornAttention(AttentionMap):
         gauge = float(w[live] @ h[live])
         return f + gauge, h - gauge
 
-    def _head(self, form: Array) -> Head:
-        return Head(form, np.eye(self.in_dim), self.V, centred=True)
+    def _head(self, form: Array) -> Projections:
+        return Projections(form, np.eye(self.in_dim), self.V, centred=True)
 
     def _solve(self, mu: Measure, block_size: int | None) -> tuple[NormalisedKernel, Array]:
         """The kernel with its column potential (centred logits), and the row potential, 0 at zero weight."""

@@ -10,8 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 from otattn import _validate as check
 from otattn._linalg import FAR, cloud_centre
 from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Head, NormalisedKernel
+from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.measures import GaussianMeasure
 
@@ -150,16 +151,20 @@ class SoftmaxAttention(AttentionMap):
     def out_dim(self) -> int:
         return int(self.V.shape[0])
 
-    def head(self) -> Head:
+    def projections(self) -> Projections:
         """The affine maps of the head, in head space when the attention was built from factors."""
         if self.factors is not None and len(self.factors[0]) < self.in_dim:
             q, k, bq = self.factors
-            return Head(q, k, self.V, bq, self.value_bias)
-        return Head(self.A, np.eye(self.in_dim), self.V, self.bias, self.value_bias)
+            return Projections(q, k, self.V, bq, self.value_bias)
+        return Projections(self.A, np.eye(self.in_dim), self.V, self.bias, self.value_bias)
+
+    def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        factors = self.factors if self.factors is not None and len(self.factors[0]) < self.in_dim else None
+        return (Head.of(self, self.A, self.V, self.bias, factors=factors, arithmetic=arithmetic),)
 
     def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
         atom_times = getattr(mu, "times", None) if times is not None else None
-        return NormalisedKernel(self.head(), mu.points, mu.weights, times=atom_times, block_size=block_size)
+        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=atom_times, block_size=block_size)
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)
@@ -168,7 +173,7 @@ class SoftmaxAttention(AttentionMap):
         B, n, d = X.shape
         if n > BATCH_TOKENS:  # large problems gain nothing from being stacked
             return super()._batch(X)
-        head, out = self.head(), np.empty((B, n, self.out_dim))
+        head, out = self.projections(), np.empty((B, n, self.out_dim))
         rows = max(1, BATCH_ENTRIES // (n * max(n, d)))
         for start in range(0, B, rows):
             x = X[start : start + rows]

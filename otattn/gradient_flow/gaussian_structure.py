@@ -11,9 +11,9 @@ from scipy.linalg import solve_sylvester
 from otattn import _validate as check
 from otattn._linalg import psd_eigh, symmetrize
 from otattn.attention import AttentionMap
+from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, probed_asymmetry
-from otattn.lipschitz.constants.setting import check_sizes
 from otattn.lipschitz.local.gaussian import affine_derivative
 from otattn.measures.gaussian import check_covariance
 

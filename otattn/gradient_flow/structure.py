@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.attention import AttentionMap, MultiHeadAttention
 from otattn.attention.base import Measure
+from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, operator_asymmetry
 from otattn.gradient_flow.dissipation import energy_dissipation
@@ -18,7 +19,6 @@ from otattn.gradient_flow.known import known_gaussian_structure, known_structure
 from otattn.gradient_flow.mobility import mobility_defect
 from otattn.gradient_flow.report import GradientFlowReport, verdict_of, worst
 from otattn.gradient_flow.twisted import twisted_field
-from otattn.lipschitz.constants.setting import check_sizes
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["check_gradient_flow"]

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from otattn import _validate as check
 from otattn._tabular import Tabular
 from otattn.attention import SoftmaxAttention
-from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import local_lipschitz
 from otattn.lipschitz.lower.best import Method, adversarial_tokens
@@ -56,7 +56,7 @@ def reduced_head(head: SoftmaxAttention) -> tuple[SoftmaxAttention, Array | None
 
     Values enter by ``|V x|`` only, so a tall V is replaced by its triangular factor: every Lipschitz constant is kept.
     """
-    form = softmax_form(head, masked=False)
+    form = softmax_head(head, masked=False).on_span()
     return SoftmaxAttention(form.A, form.V, bias=form.c), form.basis
 
 

@@ -11,8 +11,8 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import THEOREMS, Theorem
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import check_count, largest_norm, resolve_domain, see
-from otattn.lipschitz.constants.setting import softmax_form
 from otattn.lipschitz.lower import published as published_below
 from otattn.lipschitz.upper import l2, masked, published, rotary, several_heads, unnormalised
 from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
@@ -120,7 +120,7 @@ def crossover(attention: AttentionMap, radius: float) -> Crossover:
     >>> c.published > c.ours
     True
     """
-    form = softmax_form(attention, masked=False)
+    form = softmax_head(attention, masked=False).on_span()
     seen = see(form, Ball(radius))
 
     def log_of(b: Bound) -> float:

@@ -102,7 +102,7 @@ class SoftmaxLayer:
         self.fits_float32 = self._measure_heads(float(w.min() / w.max()))
 
     def _read_heads(self, heads: Sequence[SoftmaxAttention]) -> None:
-        self._maps = [h.head() for h in heads]
+        self._maps = [h.projections() for h in heads]
         slices, column, value = [], 0, 0
         for m in self._maps:
             k, e = m.Wk.shape[0], m.e

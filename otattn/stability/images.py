@@ -39,7 +39,7 @@ from otattn.attention import (
     TransformerBlock,
 )
 from otattn.attention.base import AttentionMap, Measure, block_rows
-from otattn.attention.kernels import Head
+from otattn.attention.kernels import Projections
 from otattn.stability import functions
 from otattn.stability.enclosed import UNIT, Enclosed, append_columns
 from otattn.stability.potentials import column_potential
@@ -145,7 +145,7 @@ def _centre(atoms: Atoms) -> Array:
     return np.asarray((w / w.sum()) @ atoms.points.high)
 
 
-def _head(head: Head, atoms: Atoms) -> Enclosed:
+def _head(head: Projections, atoms: Atoms) -> Enclosed:
     """Softmax of ``<Wq x + bq, Wk y>``, less ``|Wk y|^2`` when quadratic, from a centre c of the cloud.
 
     With ``y = c + z`` the logits are, up to what does not depend on y, ``<q, Wk z>`` and, when quadratic, ``<q - 2
@@ -289,8 +289,8 @@ def _compose(attention: Compose, atoms: Atoms) -> Enclosed | None:
 
 
 IMAGES: dict[type[AttentionMap], Rule] = {
-    SoftmaxAttention: lambda a, atoms: _head(a.head(), atoms),
-    L2Attention: lambda a, atoms: _head(a.head(), atoms),
+    SoftmaxAttention: lambda a, atoms: _head(a.projections(), atoms),
+    L2Attention: lambda a, atoms: _head(a.projections(), atoms),
     SinkhornAttention: _sinkhorn,
     **dict.fromkeys(_POINTWISE, _pointwise),
     MaskedAttention: lambda a, atoms: _image(a.attention, replace(atoms, masked=True)),

@@ -18,9 +18,9 @@ from otattn.attention import (
 from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import log_sum
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Region, largest_norm, see
 from otattn.lipschitz.constants.rows import two_largest
-from otattn.lipschitz.constants.setting import softmax_form
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
 ROOM = 1e-12
@@ -63,7 +63,7 @@ def test_numbers_of_a_region_hold_at_its_points(domain, head):
     attention, region = HEADS[head], DOMAINS[domain]
     A, V = attention.A, attention.V
     c = np.zeros(2) if attention.bias is None else attention.bias
-    seen = see(softmax_form(attention), region)
+    seen = see(softmax_head(attention).on_span(), region)
     x = extreme_points(region, np.random.default_rng(1))
     g = x @ A.T + c
     gaps = (x[:, None] - x[None]).reshape(-1, 2)
@@ -84,7 +84,7 @@ def test_numbers_of_a_region_are_attained():
     """One dimension, and diagonal matrices: the numbers are the maxima."""
     line = SoftmaxAttention([[2.0]], [[3.0]], bias=[1.0])
     for domain in (Ellipsoid([[0.5]], [4.0]), Box([3.5], [4.5]), PointSet([[3.5], [4.5]])):
-        seen = see(softmax_form(line), domain)
+        seen = see(softmax_head(line).on_span(), domain)
         assert pytest.approx(10.0, rel=1e-10) == seen.G
         assert seen.t == pytest.approx(5.0, rel=1e-10)
         assert seen.sigma == pytest.approx(1.5, rel=1e-9)
@@ -93,7 +93,7 @@ def test_numbers_of_a_region_are_attained():
         assert seen.kappa == pytest.approx(8.0, rel=1e-6)
         assert largest_norm(domain) == pytest.approx(4.5, rel=1e-10)
     box = Box([-1.0, -1.0], [1.0, 1.0])
-    assert see(softmax_form(HEADS["one direction"]), box).sigma == pytest.approx(2.0, rel=1e-8)
+    assert see(softmax_head(HEADS["one direction"]).on_span(), box).sigma == pytest.approx(2.0, rel=1e-8)
 
 
 def test_the_corners_of_a_box_count():
@@ -117,7 +117,7 @@ def test_the_bias_of_a_centre_has_its_sign():
     """Logits ``(x + 1) y`` on [0, 2]: the gradient is 3 at the end, and the two-atom measure feels it."""
     attention = SoftmaxAttention([[1.0]], [[1.0]], bias=[1.0])
     for domain in (Ellipsoid([[1.0]], [1.0]), Box([0.0], [2.0]), PointSet([[0.0], [2.0]])):
-        assert see(softmax_form(attention), domain).G >= 3.0
+        assert see(softmax_head(attention).on_span(), domain).G >= 3.0
         # two tokens 2 and 2 - gap: the column of the larger one
         x = np.array([2.0, 1.5])
         P = np.exp(np.outer(x + 1.0, x))
@@ -128,7 +128,7 @@ def test_the_bias_of_a_centre_has_its_sign():
 def test_half_the_diameter_of_a_point_set():
     """Two points: values 0 and 4 have the deviation 2, half their distance."""
     points = PointSet([[1.0], [5.0]])
-    seen = see(softmax_form(SoftmaxAttention([[1.0]], [[1.0]])), points)
+    seen = see(softmax_head(SoftmaxAttention([[1.0]], [[1.0]])).on_span(), points)
     assert seen.region.half_diameter == pytest.approx(2.0, rel=1e-10)
     assert seen.region.half_diameter >= 2.0
     assert seen.value_radius >= 2.0
@@ -216,7 +216,7 @@ def test_a_bias_that_cancels_is_not_lost():
     """``A b = 1e20 2^-54`` at the centre ``b = (1, 1, 1)``, which is 0 in float64, and the domain is next to nothing."""
     row = 1e20 * np.array([1.0, 2.0**-54, -1.0])
     domain = Ellipsoid(1e-40 * np.eye(3), np.ones(3))
-    seen = see(softmax_form(SoftmaxAttention(np.array([row, 0 * row, 0 * row]), np.eye(3))), domain)
+    seen = see(softmax_head(SoftmaxAttention(np.array([row, 0 * row, 0 * row]), np.eye(3))).on_span(), domain)
     assert seen.G >= 1e20 * 2.0**-54
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn.attention.head import FLOATS, Arithmetic
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.intervals import Interval
 
-__all__ = ["BallMatrix", "exact_arithmetic", "orthonormal_rows", "proves_psd"]
+__all__ = ["BALLS", "BallMatrix", "arithmetic_of", "exact_arithmetic", "orthonormal_rows", "proves_psd"]
 
 Array = NDArray[np.float64]
 
@@ -338,3 +339,17 @@ def _unit(M: BallMatrix) -> Any:
     flint = _flint()
     top = max((x.abs_upper() for x in M.balls.entries()), default=flint.arb(0))
     return None if top.is_zero() else flint.arb(2) ** _exponent(top)
+
+
+def _orthonormal_columns(rows: Sequence[Array]) -> BallMatrix | None:
+    U = orthonormal_rows(rows)
+    return None if U is None else U.T
+
+
+BALLS = Arithmetic(BallMatrix.exact, _orthonormal_columns)
+"""The arithmetic of heads whose matrices are balls."""
+
+
+def arithmetic_of(exact: bool) -> Arithmetic:
+    """Balls, or floats."""
+    return BALLS if exact else FLOATS

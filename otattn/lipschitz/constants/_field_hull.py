@@ -52,14 +52,14 @@ _BLOCK = 2048
 @problem_function("field_jacobian/box", "field_jacobian/plane")
 def _box_problem(statement: Statement) -> dict[str, Any]:
     """``V D`` and ``A^T D`` of norm about one, D the half widths that are not zero, and their units."""
-    head = softmax_head(statement.attention, "field_jacobian", exact=statement.exact)
+    head = softmax_head(statement.attention, exact=statement.exact)
     r = Region.of(statement.domain).reach
     assert r is not None
     live = r > 0 if (r > 0).any() else np.ones(len(r), dtype=bool)
     (V, K), units = unit_pair(head.V[:, live] * r[live], head.A.T[:, live] * r[live])
     if statement.exact or units is None:
         return {"values": V, "keys": K, "units": units, "live": live, "reach": r, "slack": 0.0}
-    slack = 4.0 * head.error * float(r.max()) / units[1] + 16.0 * head.d * EPS
+    slack = 4.0 * head.lost * float(r.max()) / units[1] + 16.0 * head.d * EPS
     return {"values": triangular(V), "keys": triangular(K), "units": units, "live": live, "reach": r, "slack": slack}
 
 
@@ -88,7 +88,7 @@ def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> A
 
 def box_field(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
     domain: Box = statement.domain
-    head = softmax_head(statement.attention, "field_jacobian")
+    head = softmax_head(statement.attention)
     problem = _box_problem(statement)
     V, K, units, live, r = (problem[key] for key in ("values", "keys", "units", "live", "reach"))
     scale = 0.0 if units is None else product(*units)
@@ -178,7 +178,7 @@ def _low_rank_ascent(M1: Array, M2: Array, max_iter: int | None) -> tuple[float,
 @problem_function("field_jacobian/points")
 def _points_problem(statement: Statement) -> dict[str, Any]:
     """``(|V delta|, |A^T delta|)`` of the pairs of points, or of opposite vertices, that no other pair dominates."""
-    head = softmax_head(statement.attention, "field_jacobian", exact=statement.exact)
+    head = softmax_head(statement.attention, exact=statement.exact)
     V, A = (M.interval() if statement.exact else M for M in (head.V, head.A))
     domain = statement.domain
     if isinstance(domain, Box):
@@ -199,7 +199,7 @@ def _points_problem(statement: Statement) -> dict[str, Any]:
         size = float(np.linalg.norm(y, axis=1).max())
     if not statement.exact:
         # images of rounded points: absolute errors, proportional to the size of the cloud
-        norms = np.array([norm_upper(V), norm_upper(A) + head.error])
+        norms = np.array([norm_upper(V), norm_upper(A) + head.lost])
         # squares of lengths below 1e-150 lose digits
         tiny = 1e-150 * (norms > 0.0) if size > 0.0 else 0.0
         pairs = pairs + size * 16.0 * (head.d + len(V)) * EPS * norms + np.where(pairs < 1e-150, tiny, 0.0)
@@ -240,7 +240,7 @@ def _points_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -
 
 def points_field(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
     domain: PointSet = statement.domain
-    head = softmax_head(statement.attention, "field_jacobian")
+    head = softmax_head(statement.attention)
     if solver is not None:
         raise ValueError(
             f"solver must be None for a PointSet: one multiplier decides, and a search finds it; received {solver!r}."

@@ -95,7 +95,7 @@ def kappa(attention: Any, domain: Domain, *, solver: str | None = None, max_iter
     ----------
     Our own theorem (column sums); the proof is in the docstring of this module.
     """
-    head = softmax_head(attention, "kappa")
+    head = softmax_head(attention)
     if head.causal:
         raise ValueError(
             "attention must not be masked for column sums, received MaskedAttention: its rows sum over "
@@ -109,7 +109,7 @@ def kappa(attention: Any, domain: Domain, *, solver: str | None = None, max_iter
 @problem_function("column_sums/round")
 def _round_problem(statement: Statement) -> dict[str, Any]:
     """``E^T A E`` and ``E^T (A b + c)`` in units of their norms, on the span that they see."""
-    head = softmax_head(statement.attention, "kappa", exact=statement.exact)
+    head = softmax_head(statement.attention, exact=statement.exact)
     if head.causal:
         raise ValueError("kappa bounds no column sums under a mask.")
     around = enclosing_round(statement.domain, head.d, exact=statement.exact)
@@ -129,7 +129,7 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     rounded += size * (
         product_error(head.A, around.center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
     )
-    rounded += size * head.error * (size + float(norm_upper(around.center)))
+    rounded += size * head.lost * (size + float(norm_upper(around.center)))
     basis, missed = row_span(A, A.T, c[None])
     if basis is not None:
         A, c = basis.T @ A @ basis, basis.T @ c
@@ -183,7 +183,7 @@ def _round_sdp(A: Array, c: Array, solver: str, max_iter: int | None) -> tuple[f
 @problem_function("column_sums/box")
 def _box_problem(statement: Statement) -> dict[str, Any]:
     """The form on the box ``|z_k| <= 1`` of the sides that are not zero, in units of its norm."""
-    head = softmax_head(statement.attention, "kappa", exact=statement.exact)
+    head = softmax_head(statement.attention, exact=statement.exact)
     if head.causal:
         raise ValueError("kappa bounds no column sums under a mask.")
     reach, center = Region.of(statement.domain).reach, statement.domain.center
@@ -202,7 +202,7 @@ def _box_problem(statement: Statement) -> dict[str, Any]:
     if not statement.exact:
         size = float(np.linalg.norm(r))
         rounded = product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
-        slack = 2.0 * size * (rounded + head.error * (size + float(norm_upper(center)))) / unit + 16.0 * len(r) * EPS
+        slack = 2.0 * size * (rounded + head.lost * (size + float(norm_upper(center)))) / unit + 16.0 * len(r) * EPS
     return {"A": A / unit, "c": c / unit, "unit": unit, "slack": slack}
 
 

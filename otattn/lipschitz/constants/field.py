@@ -88,7 +88,7 @@ def field_jacobian(
     ----------
     Our own theorem (field part); the proof is in the docstring of this module.
     """
-    head = softmax_head(attention, "field_jacobian")
+    head = softmax_head(attention)
     check_domain(domain, head.d)
     statement = Statement(attention, domain, None, 2.0)
     if isinstance(domain, PointSet):
@@ -101,13 +101,13 @@ def field_jacobian(
 @problem_function("field_jacobian/round")
 def _round_problem(statement: Statement) -> dict[str, Any]:
     """``V E`` and ``A^T E`` with norms of about one, on the span that they see, and the product of their units."""
-    head = softmax_head(statement.attention, "field_jacobian", exact=statement.exact)
+    head = softmax_head(statement.attention, exact=statement.exact)
     around = enclosing_round(statement.domain, head.d, exact=statement.exact)
     raw = head.V @ around.E, head.A.T @ around.E
     rounded = 0.0, 0.0
     if not statement.exact and head.V.any() and head.A.any() and around.radius > 0.0:
         # where terms cancel, this may be all that is left
-        rounded = product_error(head.V, around.E), product_error(head.A.T, around.E) + head.error * around.radius
+        rounded = product_error(head.V, around.E), product_error(head.A.T, around.E) + head.lost * around.radius
     (values, keys), units = unit_pair(*raw, least=rounded)
     if statement.exact or units is None:
         return {"values": values, "keys": keys, "units": units, "slack": 0.0, "basis": None}
@@ -135,7 +135,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
     scale = 0.0 if units is None else product(*units)
     s, proposal = _one_multiplier(V.T @ V, K.T @ K, solver, max_iter, trivial=units is None)
     z = _balanced_direction(V, K, s)
-    head = softmax_head(statement.attention, "field_jacobian")
+    head = softmax_head(statement.attention)
     around = enclosing_round(statement.domain, head.d)
     u = around.E @ (z if basis is None else basis @ z)
     attained = float(np.linalg.norm(head.V @ u) * np.linalg.norm(head.A.T @ u))

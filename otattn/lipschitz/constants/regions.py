@@ -8,7 +8,7 @@ Attention with logits ``<A x + c, y>`` does not see a translation: with ``x = z 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,11 @@ from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
-from otattn.lipschitz.arithmetic.balls import BallMatrix
+from otattn.attention.head import Head
+from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import is_zero, least, product, top, up
 from otattn.lipschitz.constants.quadratic import balanced_minimum, column_exponent, max_norm_product, max_quadratic
-from otattn.lipschitz.constants.setting import SoftmaxForm
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
 
 __all__ = ["Region", "Seen", "check_count", "largest_norm", "resolve_domain", "see"]
@@ -130,7 +130,7 @@ class Seen:
     may be all that is left of them when terms cancel; in exact arithmetic it is zero.
     """
 
-    form: SoftmaxForm
+    form: Head
     region: Region
 
     def with_values(self, V: Array | None) -> Seen:
@@ -138,14 +138,8 @@ class Seen:
 
         None is the identity. What does not depend on V is not computed again.
         """
-        wrap: Any = BallMatrix.exact if self.form.exact else np.asarray
-        if V is None:
-            rows = wrap(np.eye(len(self.form.A)))
-        else:
-            rows = wrap(V) if self.form.basis is None else wrap(V) @ self.form.basis
-        form = replace(self.form, V=rows)
-        form.__dict__["norm_A"] = self.form.norm_A
-        out = Seen(form, self.region)
+        rows = V if V is None or self.form.basis is None else self.form.arithmetic.matrix(V) @ self.form.basis
+        out = Seen(self.form.with_values(rows), self.region)
         out.__dict__.update({name: getattr(self, name) for name in ("shape", "bias", "bias_error", "G", "kappa")})
         return out
 
@@ -178,9 +172,8 @@ class Seen:
         """``c + A b``, None when zero."""
         c = self.form.c
         if self.region.center is not None and np.any(self.region.center):
-            shift = self.form.A @ self._center
-            c = shift if c is None else c + shift
-        return None if c is None or (not c.any() and is_zero(self.bias_error)) else c
+            c = c + self.form.A @ self._center
+        return None if not c.any() and is_zero(self.bias_error) else c
 
     @cached_property
     def _center(self) -> Any:
@@ -201,8 +194,7 @@ class Seen:
             error += self.form.error * top(self.form.norm_A) * norm_upper(b)
             if self.form.basis is not None:
                 error += top(self.form.norm_A) * 2.0 * product_error(b[None], self.form.basis)
-            c = self.form.c
-            error += 4.0 * _EPS * (0.0 if c is None else norm_upper(c))
+            error += 4.0 * _EPS * norm_upper(self.form.c)
         return error
 
     def _error(self, left: Any, right: Any) -> float:
@@ -348,12 +340,11 @@ def largest_norm(domain: Domain, *, exact: bool = False) -> Any:
     """``max |x|`` over the domain, from the origin."""
     if isinstance(domain, Ball):
         return lift(domain.radius) if exact else up(domain.radius)
-    identity: Any = np.eye(domain.dim or 1)
-    form = SoftmaxForm(BallMatrix.exact(identity) if exact else identity, None, None, False, None)
-    return Seen(form, Region.of(domain, exact=exact)).G
+    identity = np.eye(domain.dim or 1)
+    return Seen(Head.of(None, identity, identity, arithmetic=arithmetic_of(exact)), Region.of(domain, exact=exact)).G
 
 
-def see(form: SoftmaxForm, region: Region | Domain) -> Seen:
+def see(form: Head, region: Region | Domain) -> Seen:
     """The numbers of a form on a domain."""
     return Seen(form, region if isinstance(region, Region) else Region.of(region, exact=form.exact))
 

@@ -61,7 +61,6 @@ from otattn.lipschitz.constants.heads import check_domain, enclosing_round, soft
 from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_constant as phi
 from otattn.lipschitz.constants.self_logit import entropy_gap
-from otattn.lipschitz.constants.setting import softmax_form
 from otattn.lipschitz.hypotheses import every, softmax, tokens
 from otattn.measures import Ball, Box, Domain
 
@@ -163,7 +162,7 @@ def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -
 def _certificate(
     name: str, attention: Any, domain: Domain, n: int, solver: str | None, max_iter: int | None
 ) -> Certificate:
-    check_domain(domain, softmax_head(attention, name).d)
+    check_domain(domain, softmax_head(attention).d)
     tokens = check.count(n, "n")
     statement = Statement(attention, domain, tokens, 2.0)
     problem = _row_problem(statement) if name == "row_constant" else _entropy_problem(statement)
@@ -188,7 +187,7 @@ def _certificate(
 
 @problem_function("row_constant")
 def _row_problem(statement: Statement) -> dict[str, Any]:
-    form = softmax_form(statement.attention, exact=statement.exact, ball=isinstance(statement.domain, Ball))
+    form = softmax_head(statement.attention, exact=statement.exact).on_span(ball=isinstance(statement.domain, Ball))
     return {**_entropy_problem(statement), "logits": see(form, statement.domain).t_ball}
 
 
@@ -196,7 +195,7 @@ def _row_problem(statement: Statement) -> dict[str, Any]:
 def _entropy_problem(statement: Statement) -> dict[str, Any]:
     """``radius |g(z)|`` as ``|G z + g0|``, ``<h(z), z>`` as ``z^T S z + h^T z``, in units that bound both by one."""
     exact, domain = statement.exact, statement.domain
-    head = softmax_head(statement.attention, "self_entropy", exact=exact)
+    head = softmax_head(statement.attention, exact=exact)
     around = _box_round(domain) if isinstance(domain, Box) else enclosing_round(domain, head.d, exact=exact)
     E, center, radius = around
     E = BallMatrix.exact(E) if exact else E
@@ -221,7 +220,7 @@ def _entropy_problem(statement: Statement) -> dict[str, Any]:
         rounded += (
             2.0 * radius * (product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c)))
         )
-        rounded += 2.0 * radius * head.error * (radius + float(norm_upper(center)))
+        rounded += 2.0 * radius * head.lost * (radius + float(norm_upper(center)))
         slack = 16.0 * rounded / unit + 64.0 * (len(c) + head.d) * EPS
         if not data["box"]:
             basis, missed = row_span(G, S, h[None], c[None])

@@ -41,9 +41,9 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top, up
 from otattn.lipschitz.certificate import Statement, multiplier
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.quadratic import max_norm_product
 from otattn.lipschitz.constants.regions import resolve_domain, see
-from otattn.lipschitz.constants.setting import softmax_form
 from otattn.measures.domains import Ball, Domain
 
 __all__ = [
@@ -115,7 +115,7 @@ def unit_head(attention: Any, domain: Domain | float, *, exact: bool = False) ->
     ``top, sigma, kappa`` are those of the domain itself where they are sharper.
     """
     region = resolve_domain(None, domain if isinstance(domain, Domain) else Ball(domain), attention.in_dim)
-    form = softmax_form(attention, masked=False, exact=exact, ball=isinstance(region, Ball))
+    form = softmax_head(attention, masked=False, exact=exact).on_span(ball=isinstance(region, Ball))
     seen = see(form, region)
     # the unit of length is a float at or above the radius
     R = top(seen.R)

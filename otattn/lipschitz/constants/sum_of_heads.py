@@ -3,91 +3,47 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from otattn._linalg import lambda_max_upper, mid, norm_upper, product_error
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
-from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz.arithmetic.balls import BallMatrix
+from otattn._linalg import lambda_max_upper, mid
+from otattn.attention import AttentionMap
+from otattn.attention.head import Head, check_sizes, heads_of
+from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import log, up
-from otattn.lipschitz.constants.setting import check_sizes
 
-__all__ = ["HeadPart", "combine_heads", "heads_of"]
+__all__ = ["combine_heads", "head_bounds", "parts_of"]
 
 Array = NDArray[np.float64]
-_EPS = float(np.finfo(np.float64).eps)
 
 
-@dataclass(frozen=True, eq=False)
-class HeadPart:
-    """One head of a sum, ``W Gamma``: ``compact`` is a value matrix with ``|compact x| = |W V x|``.
-
-    ``output_error`` and ``error`` bound what rounding left out of ``output``, and of ``compact`` and ``values``, in the
-    operator norm (``compact`` up to an isometry); 0 where they are exact, or balls.
-    """
-
-    head: SoftmaxAttention | L2Attention | PointwiseAttention
-    output: Any
-    compact: Any
-    causal: bool
-    output_error: float = 0.0
-    error: float = 0.0
-
-    @property
-    def values(self) -> Any:
-        """The total value matrix ``W V``."""
-        return self.output @ self.head.V
-
-
-def heads_of(attention: AttentionMap, *, exact: bool = False) -> list[HeadPart]:
-    """The heads of an attention map; nested sums are opened, a mask is handed down. ``exact``: products in balls."""
+def parts_of(attention: AttentionMap, *, exact: bool = False) -> tuple[Head, ...]:
+    """The heads whose sum an attention map is, its sizes checked."""
     check_sizes(attention)
-    return _parts(attention, None, 0.0, False, exact)
-
-
-def _parts(attention: AttentionMap, W: Any, lost: float, causal: bool, exact: bool) -> list[HeadPart]:
-    """``lost`` bounds what rounding left out of W."""
-    if isinstance(attention, MaskedAttention):
-        return _parts(attention.attention, W, lost, True, exact)
-    if isinstance(attention, MultiHeadAttention):
-        out: list[HeadPart] = []
-        for i, head in enumerate(attention.heads):
-            own: Any = None if attention.outputs is None else attention.outputs[i]
-            if own is not None and exact:
-                own = BallMatrix.exact(own)
-            total, rest = (own, 0.0) if W is None else (W, lost)
-            if W is not None and own is not None:
-                total = W @ own
-                rest = 0.0 if exact else product_error(W, own) + lost * float(norm_upper(own))
-            out += _parts(head, total, rest, causal, exact)
-        return out
-    if not isinstance(attention, SoftmaxAttention | L2Attention | PointwiseAttention):
+    heads = heads_of(attention, arithmetic=arithmetic_of(exact))
+    if not heads:
         raise ValueError(
             "attention must be built of softmax, L2 or unnormalised heads for this theorem, received "
             f"{type(attention).__name__}; otattn.theorems(attention, ...) lists what applies."
         )
-    compact = np.asarray(attention.V)
-    if exact:
-        W = BallMatrix.exact(np.eye(len(compact))) if W is None else W
-        return [HeadPart(attention, W, W @ compact, causal)]
-    size, error = float(norm_upper(compact)), 0.0
-    if W is None:
-        W = np.eye(len(compact))
-    else:
-        error = lost * size
-        size *= float(norm_upper(W))
-        compact = (np.linalg.qr(W, mode="r") if W.shape[0] > W.shape[1] else W) @ compact
-    if compact.shape[0] > compact.shape[1]:
-        compact = np.asarray(np.linalg.qr(compact, mode="r"))
-    if compact is not attention.V:
-        error += 8.0 * (sum(W.shape) + sum(attention.V.shape)) * _EPS * size
-    return [HeadPart(attention, W, np.asarray(compact), causal, lost, error)]
+    return heads
+
+
+@singledispatch
+def head_bounds(
+    map: AttentionMap, head: Head, region: Any, counts: Sequence[int | None], p: float, seen: Any = None
+) -> list[Any]:
+    """The closed forms that bound one head of a sum without its output, for the counts given; none for an unknown kind of map.
+
+    A kind of attention registers its own. ``seen`` are the numbers of the head on the region, where they are known already.
+    """
+    return []
 
 
 def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:

@@ -12,12 +12,13 @@ from otattn import _validate as check
 from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
+from otattn.attention.head import Head
 from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention, SigmoidAttention
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, safe_exp, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.sum_of_heads import HeadPart, combine_heads, heads_of
+from otattn.lipschitz.constants.sum_of_heads import combine_heads, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, sum_of_heads
 
 __all__ = ["local_upper_bound"]
@@ -106,7 +107,7 @@ def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: fl
     live = measure if (measure.weights > 0).all() else measure.support()
     times = getattr(live, "times", None) if attention.causal else None
     check.moderate(live.points, "mu")
-    heads = heads_of(attention)
+    heads = parts_of(attention)
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
             value, parts = _value(heads, live, times)
@@ -125,24 +126,25 @@ def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: fl
     )
 
 
-def _value(heads: list[HeadPart], live: Measure, times: Array | None) -> tuple[float, list[float]]:
+def _value(heads: tuple[Head, ...], live: Measure, times: Array | None) -> tuple[float, list[float]]:
     """The bound, and those of the heads with their outputs."""
-    parts = [_head(part.head, part.compact, part.error, live, times) for part in heads]
+    compact = [head.compact() for head in heads]
+    parts = [_head(head.map, M, error, live, times) for head, (M, error) in zip(heads, compact, strict=True)]
     value = float(sum(parts))
     if len(heads) > 1 and value > 0:
-        singles = [_head(part.head, part.head.V, 0.0, live, times) for part in heads]
-        lost = sum(c * part.output_error for c, part in zip(singles, heads, strict=True))
-        joint = combine_heads([part.output for part in heads], [log(c) for c in singles])[0]
+        singles = [_head(head.map, head.V, 0.0, live, times) for head in heads]
+        lost = sum(c * head.output_error for c, head in zip(singles, heads, strict=True))
+        joint = combine_heads([head.outer for head in heads], [log(c) for c in singles])[0]
         value = min(value, safe_exp(joint) + lost + LEAST)
     if len(heads) > 1 and value > 0 and live.dim <= IDENTITY_LIMIT:
-        singles = [_head(part.head, np.eye(live.dim), 0.0, live, times) for part in heads]
-        lost = sum(c * part.error for c, part in zip(singles, heads, strict=True))
-        joint = combine_heads([part.values for part in heads], [log(c) for c in singles])[0]
+        singles = [_head(head.map, np.eye(live.dim), 0.0, live, times) for head in heads]
+        lost = sum(c * error for c, (_, error) in zip(singles, compact, strict=True))
+        joint = combine_heads([head.total for head in heads], [log(c) for c in singles])[0]
         value = min(value, safe_exp(joint) + lost + LEAST)
     return value, parts
 
 
-def _head(head: AttentionMap, U: Array, error: float, mu: Measure, times: Array | None) -> float:
+def _head(head: Any, U: Array, error: float, mu: Measure, times: Array | None) -> float:
     """The bound of a head with any values within ``error`` (operator norm) of U, which is scaled to a size near 1."""
     size = max(float(np.abs(U).max(initial=0.0)), error)
     if size == 0.0:

@@ -18,9 +18,9 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
+from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.constants.setting import check_sizes
 from otattn.measures import GaussianMeasure
 
 __all__ = ["affine_derivative", "gaussian_local_constant"]

@@ -32,7 +32,7 @@ DENSE_BYTES = 2**30
 def _row_basis(attention: AttentionMap, d: int) -> Array | None:
     """Orthonormal basis of the tokens' directions that the map reads, when it is smaller than the space."""
     if isinstance(attention, (SoftmaxAttention, L2Attention, PointwiseAttention)):
-        head = attention.head()
+        head = attention.projections()
         rows = np.concatenate([head.Wq, head.Wk, head.V])
         if len(rows) < d:
             return np.asarray(np.linalg.qr(rows.T)[0])

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention.head import check_sizes
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.constants.setting import check_sizes
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, evaluate, round_multiplicities
 from otattn.lipschitz.lower.charts import Chart, chart_of

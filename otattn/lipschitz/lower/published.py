@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
+from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.setting import SoftmaxForm, softmax_form
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.measures import Ball, DiscreteMeasure
 
@@ -24,7 +25,7 @@ Array = NDArray[np.float64]
 
 def _real_eigenvalue(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
     """A has a real eigenvalue: the witnesses lie along its eigenvector."""
-    if _is_real(np.linalg.eigvals(softmax_form(attention).A)).any():
+    if _is_real(np.linalg.eigvals(softmax_head(attention).on_span().A)).any():
         return None
     return "A must have a real eigenvalue, received none (lipschitz_lower_bound has witnesses for every A)"
 
@@ -74,7 +75,7 @@ def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int,
     rigorous=False,
 )
 def _discrete_lower(attention: AttentionMap, domain: Ball, count: int, p: float, exact: bool) -> Bound:
-    form, R = softmax_form(attention, masked=False), domain.radius
+    form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
     # one token: the formula says 0, and so does an empty sum of moved images
     share = log_sum(0.0, log(count - 1.0) - 2.0 * R * R * gamma)
@@ -132,7 +133,7 @@ def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: fl
     rigorous=False,
 )
 def _mean_field_lower(attention: AttentionMap, domain: Ball, n: None, p: float, exact: bool) -> Bound:
-    form, R = softmax_form(attention, masked=False), domain.radius
+    form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
     s = gamma * R * R
     q, rest = math.exp(-2.0 * s), -math.expm1(-2.0 * s)
@@ -194,7 +195,7 @@ def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:
     why = every(softmax(), no_bias)(attention, None, None, 2.0)
     if why is not None:
         raise ValueError(f"castin2024_large_radius does not apply: {why}.")
-    form = softmax_form(attention)
+    form = softmax_head(attention).on_span()
     x = check.points(X, "X", dim=attention.in_dim)
     y = x if form.basis is None else x @ form.basis
     logits = y @ form.A.T @ y.T
@@ -216,7 +217,7 @@ def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:
     return Bound(value, "local", "[CAP24] section 3, large radius", domain=x, n=len(x), details={"margin": margin})
 
 
-def _rate(form: SoftmaxForm, R: float) -> tuple[float, Array, float, float]:
+def _rate(form: Head, R: float) -> tuple[float, Array, float, float]:
     """gamma, its unit eigenvector u, the heavy atom's place in units of the light one's, and a factor.
 
     The logits of multiples of u depend on ``<A u, u>`` only, so that is what gamma is made of; the computed

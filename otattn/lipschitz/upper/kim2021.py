@@ -16,7 +16,7 @@ from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.setting import softmax_form
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens, unmasked
 from otattn.measures import Ball, DiscreteMeasure
 
@@ -202,7 +202,7 @@ def _ball_or_all(attention: Any, domain: Any, n: int | None, p: float) -> str | 
     everywhere=True,
 )
 def _dot_product(attention: AttentionMap, domain: Ball | None, count: int, p: float, exact: bool) -> Bound:
-    form, key = softmax_form(attention, masked=False), "kim2021_dot_product"
+    form, key = softmax_head(attention).on_span(), "kim2021_dot_product"
     if not form.A.any() or not form.V.any():
         return Bound(down(float(np.linalg.norm(form.V, 2))), "lower", domain=domain, n=count, theorem=key)
     if domain is None:

@@ -10,6 +10,7 @@ R^2``, and the field part is that of softmax attention with ``A = 2 K^T Q``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,15 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention
-from otattn.lipschitz.arithmetic.balls import BallMatrix
+from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Region, check_count, resolve_domain, see
 from otattn.lipschitz.constants.rows import row_constant, two_largest
-from otattn.lipschitz.constants.setting import SoftmaxForm
-from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless, unmasked
+from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
+from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless
 from otattn.lipschitz.upper.masked import masked_column_sum
 from otattn.lipschitz.upper.softmax import column_log, outward
 from otattn.measures.domains import Domain
@@ -50,22 +51,16 @@ class _Numbers:
     spread: Any
 
 
-def _numbers(head: L2Attention, region: Region, V: Any) -> _Numbers:
-    wrap: Any = BallMatrix.exact if region.exact else np.asarray
-    Q, K = wrap(head.Q), wrap(head.K)
-    values = wrap(np.eye(head.in_dim) if V is None else V)
-    A = 2.0 * (K.T @ Q)
-    # what rounding does to A, relative to its norm
-    error = (
-        0.0 if region.exact else min(1.0, 2.0 * product_error(head.K.T, head.Q) / max(spectral_norm_upper(A), 1e-300))
-    )
-    seen = see(SoftmaxForm(A, values, None, False, None, error), region)
+def _numbers(head: Head, region: Region) -> _Numbers:
+    map: Any = head.map
+    Q, K = head.arithmetic.matrix(map.Q), head.arithmetic.matrix(map.K)
+    seen = see(head, region)
     R, center = seen.R, seen.region.center
     size: Any = 0.0
     pull: Any = 0.0
     if center is not None:
         o = (Q - K) @ center
-        rounded = 0.0 if region.exact else 2.0 * product_error(np.abs(head.Q) + np.abs(head.K), center[:, None])
+        rounded = 0.0 if region.exact else 2.0 * product_error(np.abs(map.Q) + np.abs(map.K), center[:, None])
         size = norm_upper(o) + rounded
         pull = norm_upper(K.T @ o) + (0.0 if region.exact else rounded * norm_upper(K) + product_error(K.T, o[:, None]))
     q, k, split = spectral_norm_upper(Q), spectral_norm_upper(K), spectral_norm_upper(Q - K)
@@ -136,8 +131,8 @@ def l2_row_bound(
 )
 def _l2_row(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     assert n is not None
-    head: Any = unmasked(attention)
-    return _row(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n)
+    (head,) = parts_of(attention, exact=exact)
+    return _row(_numbers(head, Region.of(domain, exact=exact)), domain, n)
 
 
 def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
@@ -198,8 +193,8 @@ def l2_column_bound(
     measures=True,
 )
 def _l2_column(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    head: Any = unmasked(attention)
-    return _column(_numbers(head, Region.of(domain, exact=exact), head.V), domain, n, p, attention.causal)
+    (head,) = parts_of(attention, exact=exact)
+    return _column(_numbers(head, Region.of(domain, exact=exact)), domain, n, p, head.causal)
 
 
 def _column(x: _Numbers, domain: Domain, n: int | None, p: float, causal: bool) -> Bound:
@@ -216,15 +211,13 @@ def _column(x: _Numbers, domain: Domain, n: int | None, p: float, causal: bool) 
     return outward(value, source, domain, n, p, {"kappa": x.kappa, "sigma": x.sigma, "row": row})
 
 
-def l2_bounds(
-    head: L2Attention, V: Array | None, region: Region, counts: list[int | None], p: float, causal: bool
-) -> list[Bound]:
-    """Every bound of this module that applies; ``V`` replaces the head's values, None is the identity."""
-    x = _numbers(head, region, V)
+@head_bounds.register(L2Attention)
+def _(map: L2Attention, head: Head, region: Region, counts: Sequence[int | None], p: float, seen: Any) -> list[Bound]:
+    x = _numbers(head, region)
     out: list[Bound] = []
     for n in counts:
-        if not causal or n is not None or math.isinf(p):
-            out.append(_column(x, region.domain, n, p, causal))
+        if not head.causal or n is not None or math.isinf(p):
+            out.append(_column(x, region.domain, n, p, head.causal))
         if n is not None and p == 2.0:
             out.append(_row(x, region.domain, n))
     return out

@@ -25,6 +25,7 @@ from scipy.linalg import eigh
 
 from otattn._linalg import lambda_max_upper, product_error, spectral_norm
 from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention
+from otattn.attention.head import with_values
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
@@ -39,7 +40,6 @@ from otattn.lipschitz.certificate import (
 )
 from otattn.lipschitz.constants._dual_quadratic import EPS, triangular
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
-from otattn.lipschitz.constants.setting import with_values
 
 __all__ = ["head_with_values", "multihead"]
 

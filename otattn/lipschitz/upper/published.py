@@ -32,12 +32,13 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._linalg import column_of, lambda_max_upper, norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap
+from otattn.attention.head import Head
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, product, top, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.setting import SoftmaxForm, softmax_form
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, order_two, softmax, tokens
 from otattn.lipschitz.upper.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.upper.softmax import outward
@@ -131,11 +132,11 @@ def _castin_masked(attention: AttentionMap, domain: Ball, n: int | None, p: floa
 
 def _castin(key: str, attention: AttentionMap, domain: Ball, n: int | None, exact: bool) -> Bound:
     assert n is not None
-    value, details = castin_upper(softmax_form(attention, exact=exact, ball=True), domain.radius, n)
+    value, details = castin_upper(softmax_head(attention, exact=exact).on_span(ball=True), domain.radius, n)
     return outward(log(value), key, domain, n, 2.0, details)
 
 
-def castin_upper(form: SoftmaxForm, R: float, n: int) -> tuple[Any, dict[str, Any]]:
+def castin_upper(form: Head, R: float, n: int) -> tuple[Any, dict[str, Any]]:
     """The formula shared by the plain and the masked theorem, and its details."""
     a, details = _absorbed(form, R)
     one: Any = lift(1.0) if form.exact else 1.0
@@ -172,14 +173,14 @@ def geshkovski2024_mean_field(attention: AttentionMap, *, radius: float, p: floa
     measures=True,
 )
 def _geshkovski(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
-    form = softmax_form(attention, masked=False, exact=exact, ball=True)
+    form = softmax_head(attention, exact=exact).on_span(ball=True)
     a, details = _absorbed(form, domain.radius)
     return outward(log(form.norm_V) + np.log1p(3.0 * a) + 2.0 * a, "geshkovski2024_mean_field", domain, n, 2.0, details)
 
 
-def _absorbed(form: SoftmaxForm, R: float) -> tuple[Any, dict[str, Any]]:
+def _absorbed(form: Head, R: float) -> tuple[Any, dict[str, Any]]:
     """``||A'|| R'^2`` of the bias-free attention in one more dimension (module docstring), r optimised."""
-    if form.c is None:
+    if not form.c.any():
         return product(form.norm_A, R, R), {}
     alpha, size = top(form.norm_A), top(norm_upper(form.c))
     # minimises (alpha^2 + |c|^2 / r^2) (R^2 + r^2)^2; any r > 0 is valid. In units of R and of b = |c| /

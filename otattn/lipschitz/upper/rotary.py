@@ -15,6 +15,7 @@ import numpy as np
 
 from otattn import _validate as check
 from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn.attention.head import check_sizes
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
@@ -23,7 +24,6 @@ from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import largest_norm, resolve_domain
 from otattn.lipschitz.constants.rows import two_largest
-from otattn.lipschitz.constants.setting import check_sizes
 from otattn.lipschitz.hypotheses import every, order_two, rotary, tokens
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain

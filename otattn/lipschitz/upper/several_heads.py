@@ -6,62 +6,32 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from otattn import _validate as check
-from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
+from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.attention.head import Head
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Region, Seen, check_count, resolve_domain, see
-from otattn.lipschitz.constants.setting import form_of
-from otattn.lipschitz.constants.sum_of_heads import HeadPart, combine_heads, heads_of
+from otattn.lipschitz.constants.sum_of_heads import combine_heads, head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, several_heads, single_heads, sum_of_heads
-from otattn.lipschitz.upper.l2 import l2_bounds
 from otattn.lipschitz.upper.masked import masked_softmax_bounds
 from otattn.lipschitz.upper.softmax import outward, softmax_bounds
-from otattn.lipschitz.upper.unnormalised import unnormalised
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["head_upper_bounds", "multi_head_bound"]
-
-Array = NDArray[np.float64]
+__all__ = ["multi_head_bound"]
 
 
-def head_upper_bounds(
-    head: AttentionMap,
-    V: Array | None,
-    region: Region,
-    n: int | None,
-    p: float,
-    *,
-    causal: bool,
-    base: Seen | None = None,
+@head_bounds.register(SoftmaxAttention)
+def _(
+    map: SoftmaxAttention, head: Head, region: Region, counts: Sequence[int | None], p: float, seen: Seen | None = None
 ) -> list[Bound]:
-    """Our closed-form upper bounds of a head whose value matrix is replaced by V (None: the identity).
-
-    For n equal atoms the bounds for any measure are among them. The list is empty where no theorem applies.
-    ``base`` are the numbers of a softmax head with other values.
-    """
-    counts = [n] if n is None or n == 1 else [n, None]
-    if isinstance(head, SoftmaxAttention):
-        if base is None:
-            base = see(
-                form_of(head, V, causal=causal, exact=region.exact, ball=isinstance(region.domain, Ball)), region
-            )
-            seen = base
-        else:
-            seen = base.with_values(V)
-        bounds = masked_softmax_bounds if causal else softmax_bounds
-        return [b for count in counts for b in bounds(seen, count, p)]
-    if isinstance(head, L2Attention):
-        return l2_bounds(head, V, region, counts, p, causal)
-    if isinstance(head, PointwiseAttention):
-        return [unnormalised(head, V, region, n, p)]
-    return []
+    if seen is None:
+        seen = see(head.on_span(ball=isinstance(region.domain, Ball)), region)
+    bounds = masked_softmax_bounds if head.causal else softmax_bounds
+    return [b for n in counts for b in bounds(seen, n, p)]
 
 
 def multi_head_bound(
@@ -128,16 +98,19 @@ def _each_is_bounded(attention: AttentionMap, domain: Any, n: int | None, p: flo
     applies=every(several_heads, sum_of_heads, _each_is_bounded),
 )
 def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    parts, region = heads_of(attention, exact=exact), Region.of(domain, exact=exact)
-    bases = [
-        see(form_of(part.head, part.head.V, causal=part.causal, exact=exact), region)
-        if isinstance(part.head, SoftmaxAttention)
-        else None
-        for part in parts
-    ]
+    parts, region = parts_of(attention, exact=exact), Region.of(domain, exact=exact)
+    bases = [see(part.on_span(), region) if isinstance(part.map, SoftmaxAttention) else None for part in parts]
+    compact = [part.compact() for part in parts]
+    errors = [error for _, error in compact]
+    # for n equal atoms the bounds for any measure are bounds too
+    counts = [n] if n is None or n == 1 else [n, None]
 
     def best(values: Sequence[Any]) -> list[float]:
-        return [_best(*args, region, n, p) for args in zip(parts, values, bases, strict=True)]
+        out = []
+        for part, V, base in zip(parts, values, bases, strict=True):
+            head, seen = part.with_values(V), None if base is None else base.with_values(V)
+            out.append(min(b.log_value for b in head_bounds(part.map, head, region, counts, p, seen)))
+        return out
 
     def total(logs: Sequence[float], lost: Sequence[float]) -> float:
         terms = [x for x in (*logs, *lost) if x > -math.inf]
@@ -145,15 +118,15 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
 
     # what rounding left out of the products W V moves the image by at most its norm times a head's bound with the identity
     identity = best([None] * len(parts))
-    rounded = [log(part.error) + c for part, c in zip(parts, identity, strict=True)]
-    logs = best([part.compact for part in parts])
+    rounded = [log(error) + c for error, c in zip(errors, identity, strict=True)]
+    logs = best([M for M, _ in compact])
     shares, combination, value = None, "sum", total(logs, rounded)
     if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
-        own = best([part.head.V for part in parts])
+        own = best([part.V for part in parts])
         outer = [log(part.output_error) + c for part, c in zip(parts, own, strict=True)]
         for name, factors, singles, lost in (
-            ("identity", [part.values for part in parts], identity, rounded),
-            ("outputs", [part.output for part in parts], own, outer),
+            ("identity", [part.total for part in parts], identity, rounded),
+            ("outputs", [part.outer for part in parts], own, outer),
         ):
             joint, s = combine_heads(factors, singles)
             bound = total([top(joint)], lost)
@@ -163,7 +136,3 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
     if shares is not None:
         details["shares"] = [float(s) for s in shares]
     return outward(lift(value) if exact and value > -math.inf else value, "multi_head_bound", domain, n, p, details)
-
-
-def _best(part: HeadPart, V: Array | None, base: Seen | None, region: Region, n: int | None, p: float) -> float:
-    return min(b.log_value for b in head_upper_bounds(part.head, V, region, n, p, causal=part.causal, base=base))

@@ -30,9 +30,9 @@ from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import NOTHING, ROUNDING, least, log, log_sum, safe_exp, top, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import THEOREMS, theorem
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Seen, check_count, resolve_domain, see
 from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_constant, two_largest
-from otattn.lipschitz.constants.setting import softmax_form
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens, unless
 from otattn.measures.domains import Ball, Domain
 
@@ -49,7 +49,7 @@ def seen_by(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> 
     last = _LAST
     if not exact and last is not None and last[0] is attention and last[1] is domain:
         return last[2]
-    seen = see(softmax_form(attention, exact=exact, ball=isinstance(domain, Ball)), domain)
+    seen = see(softmax_head(attention, exact=exact).on_span(ball=isinstance(domain, Ball)), domain)
     if not exact:
         _LAST = attention, domain, seen
     return seen

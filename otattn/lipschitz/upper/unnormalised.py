@@ -2,13 +2,13 @@ r"""Our Lipschitz bound of unnormalised attention (sigmoid, ReLU, linear, expone
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
 from otattn.attention import (
     AttentionMap,
     ExponentialAttention,
@@ -16,16 +16,16 @@ from otattn.attention import (
     ReLUAttention,
     SigmoidAttention,
 )
+from otattn.attention.head import Head
 from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound, prove
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.quadratic import max_norm_product
-from otattn.lipschitz.constants.regions import Region, Seen, check_count, largest_norm, resolve_domain
-from otattn.lipschitz.constants.setting import SoftmaxForm
-from otattn.lipschitz.hypotheses import unmasked, unnormalised_map
+from otattn.lipschitz.constants.regions import Region, check_count, largest_norm, resolve_domain, see
+from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
+from otattn.lipschitz.hypotheses import unnormalised_map
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain, Ellipsoid
 
@@ -86,24 +86,28 @@ def pointwise_bound(
     applies=unnormalised_map,
 )
 def _pointwise(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
-    head: Any = unmasked(attention)
-    return unnormalised(head, head.V, Region.of(domain, exact=exact), n, p)
+    (head,) = parts_of(attention, exact=exact)
+    return _of_head(head, Region.of(domain, exact=exact), n, p)
 
 
-def unnormalised(head: PointwiseAttention, V: Any, region: Region, n: int | None, p: float) -> Bound:
-    """The bound with the value matrix V in place of the head's own; None is the identity."""
-    domain, exact = region.domain, region.exact
-    wrap: Any = BallMatrix.exact if exact else np.asarray
-    A, values = wrap(head.A), wrap(np.eye(len(head.A)) if V is None else V)
-    R = largest_norm(domain, exact=exact)
+@head_bounds.register(PointwiseAttention)
+def _(
+    map: PointwiseAttention, head: Head, region: Region, counts: Sequence[int | None], p: float, seen: Any = None
+) -> list[Bound]:
+    return [_of_head(head, region, counts[0], p)]
+
+
+def _of_head(head: Head, region: Region, n: int | None, p: float) -> Bound:
+    domain = region.domain
+    R = largest_norm(domain, exact=region.exact)
     # the largest |A x| is the gradient bound of a softmax head without bias
-    seen = Seen(SoftmaxForm(A, values, None, False, None), region)
+    seen = see(head, region)
     a = up(product(R, seen.G))
-    sigma = product(max_norm_product(values, A), R, R)
+    sigma = product(max_norm_product(head.V, head.A), R, R)
     if isinstance(domain, Ellipsoid) and not np.any(domain.center):
         sigma = least(sigma, seen.sigma)
-    log_first, log_slope = _suprema(head, a)
-    value = log_sum(log(spectral_norm_upper(values)) + log_first, log(sigma) + log_slope)
+    log_first, log_slope = _suprema(head.map, a)
+    value = log_sum(log(seen.v) + log_first, log(sigma) + log_slope)
     return outward(value, "pointwise_bound", domain, n, p, {"sigma": sigma, "a": a})
 
 

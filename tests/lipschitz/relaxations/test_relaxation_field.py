@@ -232,7 +232,7 @@ def test_masked_attention_has_the_same_field_part_and_others_are_refused():
     attention = SoftmaxAttention(np.eye(2), np.eye(2))
     masked = field_jacobian(MaskedAttention(attention), Ball(1.0))
     assert masked.value == field_jacobian(attention, Ball(1.0)).value
-    with pytest.raises(TypeError, match="SoftmaxAttention"):
+    with pytest.raises(ValueError, match="SoftmaxAttention"):
         field_jacobian(L2Attention(np.eye(2), np.eye(2), np.eye(2)), Ball(1.0))
     with pytest.raises(ValueError, match="dimension 2, received 3"):
         field_jacobian(attention, Ball(1.0, 3))
