@@ -39,7 +39,7 @@ two tokens            quadratic forms under quadratic constraints            :mo
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`
 unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.upper.unnormalised`
-several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.several_heads`
+several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.multi_head`
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  =========================================

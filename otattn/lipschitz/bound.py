@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import EllipsisType
 from typing import Any, Literal
@@ -12,12 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.linalg import LinAlgError
 
-from otattn import _validate as check
 from otattn._tabular import html_table
 from otattn.errors import CertificateError
-from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
-from otattn.lipschitz.catalogue import THEOREMS, Quantity
+from otattn.lipschitz.catalogue import THEOREMS, Quantity, prove
 from otattn.lipschitz.containment import domain_contains
 
 __all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "same_map", "stated"]
@@ -230,34 +227,6 @@ class Bound:
     def __repr__(self) -> str:
         tokens = "any measure" if self.n is None else f"n={self.n}"
         return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.name})"
-
-
-def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *, exact: bool = False) -> Bound:
-    """The bound that a theorem gives for a statement; with ``exact`` in ball and interval arithmetic.
-
-    Raises
-    ------
-    ValueError
-        The hypotheses do not hold, or ``exact`` is not offered for the theorem.
-    """
-    check_orders(n, p)
-    dim = getattr(domain, "dim", None)
-    if dim is not None and dim != attention.in_dim:
-        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
-    record = THEOREMS[theorem]
-    why = record.reason(attention, domain, n, p)
-    if why is not None:
-        raise ValueError(f"{theorem} does not apply: {why}; otattn.theorems(attention, ...) lists what does.")
-    with exact_arithmetic() if exact else nullcontext():
-        found = record.evaluate(attention, domain, n, p, exact)
-    return dataclasses.replace(found, attention=attention)
-
-
-def check_orders(n: Any, p: Any) -> None:
-    """Refuse a number of tokens that is not one, or None, and an order below 1."""
-    if n is not None:
-        check.count(n, "n")
-    check.check_order(p)
 
 
 def stated(bound: Bound, attention: Any) -> Bound:

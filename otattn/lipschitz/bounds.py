@@ -10,6 +10,7 @@ from otattn.lipschitz.lower.published import (
 from otattn.lipschitz.table import Crossover, crossover, table
 from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
 from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
+from otattn.lipschitz.upper.multi_head import multi_head
 from otattn.lipschitz.upper.published import (
     castin2024_discrete,
     castin2024_masked,
@@ -18,7 +19,6 @@ from otattn.lipschitz.upper.published import (
     kim2021_l2,
 )
 from otattn.lipschitz.upper.rotary import rotary_row_bound
-from otattn.lipschitz.upper.several_heads import multi_head_bound
 from otattn.lipschitz.upper.softmax import column_bound, column_sum, density_bound, field_bound, row_bound
 from otattn.lipschitz.upper.unnormalised import pointwise_bound
 
@@ -45,7 +45,7 @@ __all__ = [
     "masked_average_bound",
     "masked_column_bound",
     "masked_row_bound",
-    "multi_head_bound",
+    "multi_head",
     "pointwise_bound",
     "rotary_row_bound",
     "row_bound",

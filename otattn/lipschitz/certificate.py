@@ -21,7 +21,8 @@ from otattn import _validate as check
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
-from otattn.lipschitz.bound import Bound, Quantity, check_orders
+from otattn.lipschitz.bound import Bound, Quantity
+from otattn.lipschitz.catalogue import check_count
 
 __all__ = ["Certificate", "Statement", "certify", "dual_function", "multiplier", "problem_function"]
 
@@ -158,7 +159,8 @@ class Certificate(Bound):
             raise CertificateError(f"no dual function is registered for the relaxation {name!r}.")
         if self.quantity != _QUANTITIES[name]:
             raise CertificateError(f"{name!r} bounds {_QUANTITIES[name]!r}, received the quantity {self.quantity!r}.")
-        check_orders(self.n, self.p)
+        check_count(self.n)
+        check.check_order(self.p)
         if rigorous:
             self._check_exact()
         statement = Statement(self.attention, self.domain, self.n, self.p, self.options, rigorous)

@@ -6,7 +6,7 @@ from otattn.lipschitz.constants.field import field_jacobian
 from otattn.lipschitz.constants.self_entropy import row_constant, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
 from otattn.lipschitz.upper.mean_field import mean_field
-from otattn.lipschitz.upper.multihead import multihead
+from otattn.lipschitz.upper.multi_head import multi_head
 from otattn.lipschitz.upper.near_tokens import local_ball
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.rows_and_columns import joint
@@ -20,7 +20,7 @@ __all__ = [
     "kappa",
     "local_ball",
     "mean_field",
-    "multihead",
+    "multi_head",
     "pair",
     "psd",
     "row_constant",

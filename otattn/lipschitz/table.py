@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import log, safe_exp
-from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import THEOREMS, Theorem
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import THEOREMS, Theorem, check_count, prove, resolve_domain
 from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.constants.regions import check_count, largest_norm, resolve_domain, see
+from otattn.lipschitz.constants.regions import largest_norm, see
 from otattn.lipschitz.lower import published as published_below
-from otattn.lipschitz.upper import l2, masked, published, rotary, several_heads, unnormalised
+from otattn.lipschitz.upper import l2, masked, multi_head, published, rotary, unnormalised
 from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["Crossover", "closed_bounds", "crossover", "table"]
 
-CLOSED = (l2, masked, published, published_below, rotary, several_heads, unnormalised)
+CLOSED = (l2, masked, published, published_below, rotary, multi_head, unnormalised)
 """The modules whose theorems a table shows: they are registered when their modules are read."""
 
 

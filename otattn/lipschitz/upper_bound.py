@@ -12,12 +12,11 @@ from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import THEOREMS, Theorem, theorems
+from otattn.lipschitz.catalogue import THEOREMS, Theorem, check_count, resolve_domain, theorems
 from otattn.lipschitz.catalogue import theorem as _theorem
-from otattn.lipschitz.constants.regions import check_count, resolve_domain
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, unmasked
 from otattn.lipschitz.table import closed_bounds, table
-from otattn.lipschitz.upper.multihead import head_with_values, multihead
+from otattn.lipschitz.upper.multi_head import head_with_values, multi_head
 from otattn.measures import Domain
 
 __all__ = ["Effort", "lipschitz_upper_bound", "upper_bounds"]
@@ -73,17 +72,18 @@ def _plain_softmax(attention: Any, domain: Any, n: int | None, p: float) -> str 
 
 
 @_theorem(
-    "multihead",
+    "multi_head_certificate",
     statement="min_s lambda_max(sum_h c_h^2 U_h U_h^T / s_h)^{1/2} of the heads' best bounds",
     hypotheses="several softmax heads, masked or not; any domain and n; p = 2",
     applies=every(several_heads, order_two, _plain_softmax),
     closed=False,
 )
 def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, effort: Effort) -> Bound:
-    # bounds of the heads with the identity for their values: multihead checks that this is what they are
+    # bounds of the heads with the identity for their values: multi_head checks that this is what they are
     whole: Any = unmasked(attention)
     heads = [head_with_values(attention, h, None) for h in range(len(whole.heads))]
-    return multihead(attention, [upper_bounds(h, domain=domain, n=n, p=p, effort=effort)[0] for h in heads])
+    bounds = [upper_bounds(h, domain=domain, n=n, p=p, effort=effort)[0] for h in heads]
+    return multi_head(attention, domain=domain, n=n, head_bounds=bounds)
 
 
 def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float, closed: list[Bound]) -> bool:

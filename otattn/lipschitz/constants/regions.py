@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import pdist
 
-from otattn import _validate as check
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
@@ -25,7 +24,7 @@ from otattn.lipschitz.arithmetic.rounding import is_zero, least, product, top, u
 from otattn.lipschitz.constants.quadratic import balanced_minimum, column_exponent, max_norm_product, max_quadratic
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
 
-__all__ = ["Region", "Seen", "check_count", "largest_norm", "resolve_domain", "see"]
+__all__ = ["Region", "Seen", "largest_norm", "see"]
 
 Array = NDArray[np.float64]
 VERTEX_LIMIT = 12
@@ -33,20 +32,6 @@ VERTEX_LIMIT = 12
 PAIR_LIMIT = 700
 """Point sets of up to this many points are bounded through their pairs."""
 _EPS = float(np.finfo(np.float64).eps)
-
-
-def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None) -> Domain:
-    """The domain that one of ``radius`` and ``domain`` names, its dimension checked."""
-    if (radius is None) == (domain is None):
-        received = "neither" if radius is None else "both"
-        raise ValueError(f"exactly one of radius and domain must be given, received {received}.")
-    if radius is not None:
-        return Ball(radius)
-    if not isinstance(domain, Domain):
-        raise ValueError(f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}.")
-    if dim is not None and domain.dim is not None and domain.dim != dim:
-        raise ValueError(f"domain must have dimension {dim} like the attention, received {domain.dim}.")
-    return domain
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,8 +359,3 @@ def _enclosing_center(x: Array) -> Array:
             best, radius = b, float(far[i])
         b = b + (x[i] - b) / (k + 1.0)
     return np.asarray(best)
-
-
-def check_count(n: Any) -> int | None:
-    """``n`` as a number of tokens, None for the mean-field constant."""
-    return None if n is None else check.count(n, "n")

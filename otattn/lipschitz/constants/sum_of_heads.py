@@ -21,6 +21,7 @@ from otattn.lipschitz.arithmetic.rounding import log, up
 __all__ = ["combine_heads", "head_bounds", "parts_of"]
 
 Array = NDArray[np.float64]
+_EPS = float(np.finfo(np.float64).eps)
 
 
 def parts_of(attention: AttentionMap, *, exact: bool = False) -> tuple[Head, ...]:
@@ -46,8 +47,8 @@ def head_bounds(
     return []
 
 
-def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:
-    """Logarithm of ``lambda_max( sum_h c_h^2 U_h U_h^T / s_h )^{1/2}`` at the best s found, and that s.
+def combine_heads(U: list[Any], logs: list[float], *, shares: Array | None = None) -> tuple[Any, Array]:
+    """Logarithm of ``lambda_max( sum_h c_h^2 U_h U_h^T / s_h )^{1/2}`` at the best s found, or at the given one, and that s.
 
     ``logs`` are the ``log c_h``. The search alternates: for a density matrix X (a running mean of the top
     eigenvectors' projectors) the best shares are proportional to ``c_h <U_h U_h^T, X>^{1/2}``.
@@ -55,8 +56,11 @@ def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:
     largest = max(logs)
     if math.isinf(largest):
         return largest, np.full(len(U), 1.0 / len(U))
+    if shares is not None:
+        shares = np.maximum(shares, 1e-12)
+        shares = shares / (float(shares.sum()) * (1.0 + 4.0 * len(U) * _EPS))
     if isinstance(U[0], BallMatrix):
-        return _proved_combination(U, logs, combine_heads([mid(M) for M in U], logs)[1])
+        return _proved_combination(U, logs, combine_heads([mid(M) for M in U], logs)[1] if shares is None else shares)
     # a large bound may belong to a small matrix: what counts is their product
     sizes = [float(np.abs(M).max(initial=0.0)) or 1.0 for M in U]
     largest = max(c + math.log(size) if M.any() else -math.inf for M, c, size in zip(U, logs, sizes, strict=True))
@@ -72,7 +76,7 @@ def combine_heads(U: list[Any], logs: list[float]) -> tuple[Any, Array]:
         W = np.asarray(np.linalg.qr(W, mode="r"))  # lambda_max sees the column space only
     blocks = np.split(W, np.cumsum([M.shape[1] for M in U])[:-1], axis=1)
     grams = np.stack([B @ B.T for B in blocks])
-    shares = _shares(grams)
+    shares = _shares(grams) if shares is None else shares
     value = lambda_max_upper(np.einsum("hij,h->ij", grams, 1.0 / shares))
     return largest + math.log(scale) + 0.5 * log(up(value)), shares
 

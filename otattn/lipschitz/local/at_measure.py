@@ -16,8 +16,8 @@ from otattn.attention.head import Head
 from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention, SigmoidAttention
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, safe_exp, up
-from otattn.lipschitz.bound import Bound, prove
-from otattn.lipschitz.catalogue import theorem
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.catalogue import prove, theorem
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, sum_of_heads
 

@@ -12,7 +12,7 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bias, order_two, softmax, tokens
@@ -34,7 +34,16 @@ def _is_real(values: Any) -> Any:
     return np.abs(values.imag) <= 1e-10 * float(np.abs(values).max(initial=0.0))
 
 
-def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
+@theorem(
+    "castin2024_discrete_lower",
+    statement="v sqrt(n - 1) / (1 + (n - 1) e^{-2 R^2 gamma})",
+    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; n tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(), order_two, centred_ball, no_bias, _real_eigenvalue),
+    reference="[CAP24] section 3",
+    kind="lower",
+    rigorous=False,
+)
+def castin2024_discrete_lower(attention: AttentionMap, domain: Ball, count: int, p: float, exact: bool) -> Bound:
     r"""Lower bound for n tokens: ``v sqrt(n-1) / (1 + (n-1) e^{-2 R^2 gamma})``.
 
     Here ``gamma = max(-gamma_min, gamma_max / 8)`` over the real eigenvalues of A. The theorem has ``V = I``.
@@ -45,13 +54,6 @@ def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int,
     and ``||V|| <= ||V M|| ||M^{-1}|| <= ||V M||`` for ``M = I + s u u^T``; so the Jacobian there has norm
     at least ``sqrt(n-1) P v``.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        Without query bias; A must have a real eigenvalue.
-    radius, n, p
-        As for :func:`castin2024_discrete`.
-
     Returns
     -------
     Bound
@@ -61,20 +63,6 @@ def castin2024_discrete_lower(attention: AttentionMap, *, radius: float, n: int,
     ----------
     [CAP24] section 3, lower bounds.
     """
-    order = check.check_order(p)
-    return prove("castin2024_discrete_lower", attention, Ball(radius), check.count(n, "n"), order)
-
-
-@theorem(
-    "castin2024_discrete_lower",
-    statement="v sqrt(n - 1) / (1 + (n - 1) e^{-2 R^2 gamma})",
-    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; n tokens; p = 2",
-    applies=every(softmax(masked=False), tokens(), order_two, centred_ball, no_bias, _real_eigenvalue),
-    reference="[CAP24] section 3",
-    kind="lower",
-    rigorous=False,
-)
-def _discrete_lower(attention: AttentionMap, domain: Ball, count: int, p: float, exact: bool) -> Bound:
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
     # one token: the formula says 0, and so does an empty sum of moved images
@@ -96,7 +84,16 @@ def _discrete_lower(attention: AttentionMap, domain: Ball, count: int, p: float,
     )
 
 
-def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: float = 2) -> Bound:
+@theorem(
+    "castin2024_mean_field_lower",
+    statement="v (gamma / 2) R^2 e^{gamma R^2}",
+    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; any measure; p = 2",
+    applies=every(softmax(masked=False), any_measure, order_two, centred_ball, no_bias, _real_eigenvalue),
+    reference="[CAP24] section 3",
+    kind="lower",
+    rigorous=False,
+)
+def castin2024_mean_field_lower(attention: AttentionMap, domain: Ball, n: None, p: float, exact: bool) -> Bound:
     r"""Lower bound for any measure of the ball: ``v (gamma / 2) R^2 e^{gamma R^2}``.
 
     gamma is that of :func:`castin2024_discrete_lower`.
@@ -120,19 +117,6 @@ def castin2024_mean_field_lower(attention: AttentionMap, *, radius: float, p: fl
     ----------
     [CAP24] section 3, lower bounds.
     """
-    return prove("castin2024_mean_field_lower", attention, Ball(radius), None, check.check_order(p))
-
-
-@theorem(
-    "castin2024_mean_field_lower",
-    statement="v (gamma / 2) R^2 e^{gamma R^2}",
-    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; any measure; p = 2",
-    applies=every(softmax(masked=False), any_measure, order_two, centred_ball, no_bias, _real_eigenvalue),
-    reference="[CAP24] section 3",
-    kind="lower",
-    rigorous=False,
-)
-def _mean_field_lower(attention: AttentionMap, domain: Ball, n: None, p: float, exact: bool) -> Bound:
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
     s = gamma * R * R

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import lambertw
 
-from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens, unmasked
@@ -25,46 +24,6 @@ __all__ = ["kim2021_dot_product", "kim2021_l2"]
 Array = NDArray[np.float64]
 EXACT_RANK = 64
 """Ranks are decided in fractions up to this dimension; values of wider heads must not need it."""
-
-
-def kim2021_l2(attention: AttentionMap, *, n: int, p: float = 2) -> Bound:
-    r"""Bound of tied L2 attention on all of ``R^d``: ``sqrt(n) (4 phi^{-1}(n-1) + 1) ||Q|| ||V Q^+||``.
-
-    ``phi(x) = x e^{x+1}``, ``P_ij`` proportional to ``exp(-|Q x_i - Q x_j|^2)`` (keys tied to queries, ``K
-    = Q``, no scale: put the paper's ``(D/H)^{-1/4}`` into Q) and values that factor through the queries,
-    ``V = M Q``, ``M = V Q^+``. Several heads with outputs ``W_h``: ``||[W_1, ..., W_H]|| (sum_h
-    c_h^2)^{1/2}``, ``c_h`` the bound of head h. In the paper's notation (``Q = W_Q^T / (D/H)^{1/4}``, ``V =
-    W_V^T W_Q W_Q^T / sqrt(D/H)``) this is at most ``sqrt(n) / sqrt(D/H) (4 phi^{-1}(n-1) + 1) (sum_h
-    ||W_Q^h||^4 ||W_V^h||^2)^{1/2} ||W_O||``. A form with ``||W_Q||^2`` under the root is quoted elsewhere;
-    it cannot hold, since the map is homogeneous of degree 2 in ``W_Q`` (n = 1 is the linear map ``V``).
-
-    Proof. Let ``y = Q x``: the map is ``M h(Q x)`` with ``h(y)_i = m_i = sum_j P_ij y_j``. With ``D_j = y_j
-    - y_i``, ``d m_i = sum_j P_ij e_j + 2 C_i e_i - 2 sum_j P_ij (y_j - m_i) <D_j, e_j>``, C_i the
-    covariance of row i. Write ``t_j = |D_j|^2``, so ``tau_i = sum_j P_ij t_j`` with ``P_ij`` proportional
-    to ``e^{-t_j}`` and ``t_i = 0``: at a maximum over the n - 1 others ``1 - t_j = -tau`` for all, so they
-    are equal and ``tau e^{tau+1} = n - 1``: ``tau_i <= phi^{-1}(n-1)``. For ``sum_j |e_j|^2 = 1`` the three
-    terms are at most 1, ``2 tr C_i <= 2 tau`` (the variance around the mean is at most that around y_i) and
-    ``2 sum_j P_ij |y_j - m_i| |D_j| <= 2 (tr C_i)^{1/2} tau^{1/2} <= 2 tau``. So each row has norm at most
-    ``4 tau + 1`` and n rows ``sqrt(n)`` times that. A causal mask leaves fewer others in each row, and the
-    proof as it is.
-
-    Parameters
-    ----------
-    attention : L2Attention, MultiHeadAttention of them, or MaskedAttention of either
-    n : int
-    p : float
-        Only 2.
-
-    Raises
-    ------
-    ValueError
-        K differs from Q, or V has a part outside the row space of Q.
-
-    References
-    ----------
-    [KPM21] Theorem 3.2 (constant re-derived here, see above).
-    """
-    return prove("kim2021_l2", attention, None, check.count(n, "n"), check.check_order(p))
 
 
 def _l2_heads(attention: AttentionMap) -> tuple[AttentionMap, ...]:
@@ -129,7 +88,31 @@ def _rank(M: Array) -> int:
     rigorous=False,
     everywhere=True,
 )
-def _kim_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
+def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
+    r"""Bound of tied L2 attention on all of ``R^d``: ``sqrt(n) (4 phi^{-1}(n-1) + 1) ||Q|| ||V Q^+||``.
+
+    ``phi(x) = x e^{x+1}``, ``P_ij`` proportional to ``exp(-|Q x_i - Q x_j|^2)`` (keys tied to queries, ``K
+    = Q``, no scale: put the paper's ``(D/H)^{-1/4}`` into Q) and values that factor through the queries,
+    ``V = M Q``, ``M = V Q^+``. Several heads with outputs ``W_h``: ``||[W_1, ..., W_H]|| (sum_h
+    c_h^2)^{1/2}``, ``c_h`` the bound of head h. In the paper's notation (``Q = W_Q^T / (D/H)^{1/4}``, ``V =
+    W_V^T W_Q W_Q^T / sqrt(D/H)``) this is at most ``sqrt(n) / sqrt(D/H) (4 phi^{-1}(n-1) + 1) (sum_h
+    ||W_Q^h||^4 ||W_V^h||^2)^{1/2} ||W_O||``. A form with ``||W_Q||^2`` under the root is quoted elsewhere;
+    it cannot hold, since the map is homogeneous of degree 2 in ``W_Q`` (n = 1 is the linear map ``V``).
+
+    Proof. Let ``y = Q x``: the map is ``M h(Q x)`` with ``h(y)_i = m_i = sum_j P_ij y_j``. With ``D_j = y_j
+    - y_i``, ``d m_i = sum_j P_ij e_j + 2 C_i e_i - 2 sum_j P_ij (y_j - m_i) <D_j, e_j>``, C_i the
+    covariance of row i. Write ``t_j = |D_j|^2``, so ``tau_i = sum_j P_ij t_j`` with ``P_ij`` proportional
+    to ``e^{-t_j}`` and ``t_i = 0``: at a maximum over the n - 1 others ``1 - t_j = -tau`` for all, so they
+    are equal and ``tau e^{tau+1} = n - 1``: ``tau_i <= phi^{-1}(n-1)``. For ``sum_j |e_j|^2 = 1`` the three
+    terms are at most 1, ``2 tr C_i <= 2 tau`` (the variance around the mean is at most that around y_i) and
+    ``2 sum_j P_ij |y_j - m_i| |D_j| <= 2 (tr C_i)^{1/2} tau^{1/2} <= 2 tau``. So each row has norm at most
+    ``4 tau + 1`` and n rows ``sqrt(n)`` times that. A causal mask leaves fewer others in each row, and the
+    proof as it is.
+
+    References
+    ----------
+    [KPM21] Theorem 3.2 (constant re-derived here, see above).
+    """
     """On all of ``R^d`` (``domain`` None)."""
     tau = up(float(lambertw((n - 1) / math.e).real))
     heads, inner = _l2_heads(attention), unmasked(attention)
@@ -155,38 +138,6 @@ def _tied_norm(head: Any) -> float:
     return spectral_norm_upper(Q) * spectral_norm_upper(M) * slack
 
 
-def kim2021_dot_product(attention: AttentionMap, *, n: int, radius: float | None = None, p: float = 2) -> Bound:
-    r"""Dot-product attention is not Lipschitz on ``R^d``: inf without a radius, at least ``c R^2`` with one.
-
-    Put one token at 0 and the others at ``+-R u``, as evenly as n allows (n = 2: one at ``R u``; one left
-    over stays at 0). The token at 0 weighs all alike, so its own block of the Jacobian is ``V/n + V C A``
-    with ``C = (k/n) R^2 u u^T`` (k tokens away from 0; ``R^2 u u^T / 4`` for n = 2), which grows like ``R^2
-    |V u| |A^T u|``.
-
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        Without query bias.
-    n : int
-        At least 2: one token's map is linear.
-    radius : float, optional
-        None is all of ``R^d``.
-
-    Returns
-    -------
-    Bound
-        kind "lower", with the witness: a measure of two or three atoms whose weights are multiples of
-        ``1/n``. For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||`` is
-        returned.
-
-    References
-    ----------
-    [KPM21] Theorem 3.1.
-    """
-    domain = None if radius is None else Ball(check.positive(radius, "radius"))
-    return prove("kim2021_dot_product", attention, domain, check.count(n, "n"), check.check_order(p))
-
-
 def _ball_or_all(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     return None if domain is None else centred_ball(attention, domain, n, p)
 
@@ -201,7 +152,25 @@ def _ball_or_all(attention: Any, domain: Any, n: int | None, p: float) -> str | 
     rigorous=False,
     everywhere=True,
 )
-def _dot_product(attention: AttentionMap, domain: Ball | None, count: int, p: float, exact: bool) -> Bound:
+def kim2021_dot_product(attention: AttentionMap, domain: Ball | None, count: int, p: float, exact: bool) -> Bound:
+    r"""Dot-product attention is not Lipschitz on ``R^d``: inf without a radius, at least ``c R^2`` with one.
+
+    Put one token at 0 and the others at ``+-R u``, as evenly as n allows (n = 2: one at ``R u``; one left
+    over stays at 0). The token at 0 weighs all alike, so its own block of the Jacobian is ``V/n + V C A``
+    with ``C = (k/n) R^2 u u^T`` (k tokens away from 0; ``R^2 u u^T / 4`` for n = 2), which grows like ``R^2
+    |V u| |A^T u|``.
+
+    Returns
+    -------
+    Bound
+        kind "lower", with the witness: a measure of two or three atoms whose weights are multiples of
+        ``1/n``. For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||`` is
+        returned.
+
+    References
+    ----------
+    [KPM21] Theorem 3.1.
+    """
     form, key = softmax_head(attention).on_span(), "kim2021_dot_product"
     if not form.A.any() or not form.V.any():
         return Bound(down(float(np.linalg.norm(form.V, 2))), "lower", domain=domain, n=count, theorem=key)

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn import _validate as check
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.regions import Region, check_count, resolve_domain, see
+from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_constant, two_largest
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless
@@ -83,14 +82,13 @@ def _least_pull(split: Any, size: Any, k: Any, R: Any) -> Any:
     return np.where(split * size <= bend * R, free, at_end)
 
 
-def l2_row_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "l2_row_bound",
+    statement="the row bound with the row constant of L2 attention",
+    hypotheses="L2, masked or not; any domain; n tokens; p = 2",
+    applies=every(l2(), tokens(), order_two),
+)
+def l2_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""n tokens, p = 2: the formula of ``row_bound`` with the row constant of L2 attention.
 
     That constant is ``min( max(1, (1 + t)/sqrt2), (phi(t)^2 + h/4)^{1/2} )``.
@@ -105,31 +103,10 @@ def l2_row_bound(
     p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
     ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
 
-    Parameters
-    ----------
-    attention : L2Attention or MaskedAttention of one
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``.
-    domain : Domain, optional
-    n : int
-    p : float
-        Only 2.
-
     References
     ----------
     otattn, L2 row bound.
     """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("l2_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
-
-
-@theorem(
-    "l2_row_bound",
-    statement="the row bound with the row constant of L2 attention",
-    hypotheses="L2, masked or not; any domain; n tokens; p = 2",
-    applies=every(l2(), tokens(), order_two),
-)
-def _l2_row(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     assert n is not None
     (head,) = parts_of(attention, exact=exact)
     return _row(_numbers(head, Region.of(domain, exact=exact)), domain, n)
@@ -143,14 +120,14 @@ def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
     return outward(log(value), source, domain, n, 2.0, {"row_constant": phi, "sigma": x.sigma, "t": x.t})
 
 
-def l2_column_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int | None = None,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "l2_column_bound",
+    statement="sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}",
+    hypotheses="L2, masked for n tokens or p = inf only; any domain, n and p",
+    applies=every(l2(), unless(lambda n, p: math.isinf(p) or n is not None, l2(masked=False))),
+    measures=True,
+)
+def l2_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""``sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}`` for ``p >= 2``, for n equal atoms or any measure.
 
     T bounds the column sums: ``e^kappa``, ``kappa = max_{|z| <= R} |(Q - K) z + o|^2 + ||K||^2 (R^2 -
@@ -165,34 +142,10 @@ def l2_column_bound(
     |Q xbar + o|^2``, and ``E_alpha |K x|^2 <= |K xbar|^2 + ||K||^2 (R^2 - |xbar|^2)``; what is left is
     kappa.
 
-    Parameters
-    ----------
-    attention : L2Attention
-        Or MaskedAttention of one, with n given or ``p`` inf: T is then ``sum_i 1 / (1 + (i-1)
-        e^{-spread})``, as in ``masked_column_bound``.
-    radius, domain
-        As for :func:`l2_row_bound`.
-    n : int, optional
-        None is the mean-field constant.
-    p : float
-        In ``[1, inf]``; below 2 the row factor is ``1 + 2 t``.
-
     References
     ----------
     otattn, L2 column bound.
     """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("l2_column_bound", attention, region, check_count(n), check.check_order(p))
-
-
-@theorem(
-    "l2_column_bound",
-    statement="sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}",
-    hypotheses="L2, masked for n tokens or p = inf only; any domain, n and p",
-    applies=every(l2(), unless(lambda n, p: math.isinf(p) or n is not None, l2(masked=False))),
-    measures=True,
-)
-def _l2_column(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     (head,) = parts_of(attention, exact=exact)
     return _column(_numbers(head, Region.of(domain, exact=exact)), domain, n, p, head.causal)
 

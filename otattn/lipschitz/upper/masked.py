@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.regions import Seen, check_count, resolve_domain
+from otattn.lipschitz.constants.regions import Seen
 from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_constant
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens
 from otattn.lipschitz.upper.softmax import column_bound_of, outward, row_bound_of, seen_by
@@ -36,45 +35,22 @@ BLOCK_ROWS = 20_000
 """Rows up to here are taken in blocks by :func:`masked_row_bound`, at most 500 of them, those beyond by an integral."""
 
 
-def masked_column_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int,
-    p: float = 2,
-) -> Bound:
-    r"""``sigma + S_n^{1/p} N_p`` with ``S_n = sum_{i=1}^n E / (E + i - 1)``, which grows like ``E log n``.
-
-    Proof. That of ``column_bound``, with the column sums ``sum_{i >= j} P_ij <= S_n``: a row of i tokens
-    whose logits differ by at most 2 t has weights of at most ``1 / (1 + (i-1) e^{-2t})``.
-
-    Parameters
-    ----------
-    attention : MaskedAttention
-        Of a softmax head.
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``.
-    domain : Domain, optional
-    n : int
-    p : float
-        In ``[1, inf]``.
-
-    References
-    ----------
-    otattn, masked column bound.
-    """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("masked_column_bound", attention, region, check.count(n, "n"), check.check_order(p))
-
-
 @theorem(
     "masked_column_bound",
     statement="sigma + S_n^{1/p} N_p, S_n about e^{2t} log n",
     hypotheses="masked softmax; any domain and p; n tokens",
     applies=every(softmax(masked=True), tokens()),
 )
-def _masked_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def masked_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    r"""``sigma + S_n^{1/p} N_p`` with ``S_n = sum_{i=1}^n E / (E + i - 1)``, which grows like ``E log n``.
+
+    Proof. That of ``column_bound``, with the column sums ``sum_{i >= j} P_ij <= S_n``: a row of i tokens
+    whose logits differ by at most 2 t has weights of at most ``1 / (1 + (i-1) e^{-2t})``.
+
+    References
+    ----------
+    otattn, masked column bound.
+    """
     assert n is not None
     return _masked_column(seen_by(attention, domain, exact=exact), n, p)
 
@@ -119,44 +95,23 @@ def masked_column_sum(spread: Any, n: int) -> Any:
     return up(total)
 
 
-def masked_row_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int,
-    p: float = 2,
-) -> Bound:
-    r"""n tokens, p = 2: ``sigma + v ( sum_i min(phi^2, Psi_i^2 / i) )^{1/2}``.
-
-    Proof. The squared norm of K is at most the sum over rows of their squared norms from ``R^{i d}``. A row
-    of i tokens has norm at most ``phi(t)``, and at most ``Psi_i / sqrt(i)``, since ``Psi_i`` bounds it from
-    ``L^2`` of the i equal atoms that it sees.
-
-    Parameters
-    ----------
-    attention : MaskedAttention
-        Of a softmax head.
-    radius, domain, n
-        As for :func:`masked_column_bound`.
-    p : float
-        Only 2.
-
-    References
-    ----------
-    otattn, masked row bound.
-    """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("masked_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
-
-
 @theorem(
     "masked_row_bound",
     statement="(sum of Psi_i^2 / i)^{1/2} over the rows, and sigma",
     hypotheses="masked softmax; any domain; n tokens; p = 2",
     applies=every(softmax(masked=True), tokens(), order_two),
 )
-def _masked_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def masked_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    r"""n tokens, p = 2: ``sigma + v ( sum_i min(phi^2, Psi_i^2 / i) )^{1/2}``.
+
+    Proof. The squared norm of K is at most the sum over rows of their squared norms from ``R^{i d}``. A row
+    of i tokens has norm at most ``phi(t)``, and at most ``Psi_i / sqrt(i)``, since ``Psi_i`` bounds it from
+    ``L^2`` of the i equal atoms that it sees.
+
+    References
+    ----------
+    otattn, masked row bound.
+    """
     assert n is not None
     return _masked_row(seen_by(attention, domain, exact=exact), n)
 
@@ -194,14 +149,14 @@ def _later_rows(phi2: Any, psi2: Any, m: int, n: int) -> Any:
     return rows * phi2 + (psi2 * np.log(ratio) if k < n else 0.0)
 
 
-def masked_average_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int | None = None,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "masked_average_bound",
+    statement="sigma + v N_r (e^{2t} p / (p - r))^{1/r}",
+    hypotheses="masked softmax; any domain and n; 1 < p < inf",
+    applies=every(softmax(masked=True), order_between(1.0, math.inf, low_open=True, high_open=True)),
+    measures=True,
+)
+def masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""Free of n: ``sigma + v inf_r N_r ( E p / (p - r) )^{1/r}``, r in [1, p), ``E = e^{2t}``.
 
     For ``1 < p < inf``. ``N_r`` is :func:`otattn.lipschitz.constants.rows.hoelder_constant`. It holds for
@@ -213,33 +168,10 @@ def masked_average_bound(
     h||_q <= q/(q-1) ||h||_q`` with ``q = p/r > 1``, so ``||K eps||_p <= N_r E^{1/r} (q/(q-1))^{1/r}
     ||eps||_p``.
 
-    Parameters
-    ----------
-    attention : MaskedAttention
-        Of a softmax head.
-    radius, domain
-        As for :func:`masked_column_bound`.
-    n : int, optional
-        Recorded only.
-    p : float
-        In ``(1, inf)``; for ``p = inf`` use ``column_bound``.
-
     References
     ----------
     otattn, masked average bound.
     """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("masked_average_bound", attention, region, check_count(n), check.check_order(p))
-
-
-@theorem(
-    "masked_average_bound",
-    statement="sigma + v N_r (e^{2t} p / (p - r))^{1/r}",
-    hypotheses="masked softmax; any domain and n; 1 < p < inf",
-    applies=every(softmax(masked=True), order_between(1.0, math.inf, low_open=True, high_open=True)),
-    measures=True,
-)
-def _masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     return _masked_average(seen_by(attention, domain, exact=exact), n, p)
 
 

@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn import _validate as check
 from otattn._linalg import column_of, lambda_max_upper, norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, product, top, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, order_two, softmax, tokens
@@ -55,28 +54,20 @@ __all__ = [
 Array = NDArray[np.float64]
 
 
-def castin2024_discrete(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
+@theorem(
+    "castin2024_discrete",
+    statement="sqrt(3) v (a^2 (4n + 1) + n)^{1/2}",
+    hypotheses="softmax without a mask; centred ball; n tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(), order_two, centred_ball),
+    reference="[CAP24] Theorem 3.3",
+)
+def castin2024_discrete(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
     r"""Upper bound for n tokens: ``sqrt(3) v (||A||^2 R^4 (4 n + 1) + n)^{1/2}``.
-
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-    radius : float
-        R > 0; tokens in the centred ball of ``R^d``.
-    n : int
-        Number of tokens, at least 1.
-    p : float
-        Only 2.
 
     Returns
     -------
     Bound
         kind "upper".
-
-    Raises
-    ------
-    ValueError
-        Another attention, p other than 2, or parameters out of range.
 
     Examples
     --------
@@ -88,35 +79,7 @@ def castin2024_discrete(attention: AttentionMap, *, radius: float, n: int, p: fl
     ----------
     [CAP24] Theorem 3.3.
     """
-    return prove("castin2024_discrete", attention, Ball(radius), check.count(n, "n"), check.check_order(p))
-
-
-@theorem(
-    "castin2024_discrete",
-    statement="sqrt(3) v (a^2 (4n + 1) + n)^{1/2}",
-    hypotheses="softmax without a mask; centred ball; n tokens; p = 2",
-    applies=every(softmax(masked=False), tokens(), order_two, centred_ball),
-    reference="[CAP24] Theorem 3.3",
-)
-def _castin_discrete(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
     return _castin("castin2024_discrete", attention, domain, n, exact)
-
-
-def castin2024_masked(attention: AttentionMap, *, radius: float, n: int, p: float = 2) -> Bound:
-    """Upper bound for n tokens under the causal mask: the formula of :func:`castin2024_discrete`.
-
-    Parameters
-    ----------
-    attention : MaskedAttention
-        Of a softmax head. The metric is the conditional W_2 on sequences, the Frobenius norm on tokens.
-    radius, n, p
-        As for :func:`castin2024_discrete`.
-
-    References
-    ----------
-    [CAP24] section 4 (masked attention).
-    """
-    return prove("castin2024_masked", attention, Ball(radius), check.count(n, "n"), check.check_order(p))
 
 
 @theorem(
@@ -126,7 +89,13 @@ def castin2024_masked(attention: AttentionMap, *, radius: float, n: int, p: floa
     applies=every(softmax(masked=True), tokens(), order_two, centred_ball),
     reference="[CAP24] section 4",
 )
-def _castin_masked(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+def castin2024_masked(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+    """Upper bound for n tokens under the causal mask: the formula of :func:`castin2024_discrete`.
+
+    References
+    ----------
+    [CAP24] section 4 (masked attention).
+    """
     return _castin("castin2024_masked", attention, domain, n, exact)
 
 
@@ -146,24 +115,6 @@ def castin_upper(form: Head, R: float, n: int) -> tuple[Any, dict[str, Any]]:
     return up(value), details
 
 
-def geshkovski2024_mean_field(attention: AttentionMap, *, radius: float, p: float = 2) -> Bound:
-    r"""Upper bound for any measure of the ball: ``v (1 + 3 a) e^{2 a}``.
-
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-    radius : float
-        R > 0.
-    p : float
-        Only 2.
-
-    References
-    ----------
-    [GLPR23] appendix on well-posedness; stated as the mean-field bound in [CAP24] section 3.
-    """
-    return prove("geshkovski2024_mean_field", attention, Ball(radius), None, check.check_order(p))
-
-
 @theorem(
     "geshkovski2024_mean_field",
     statement="v (1 + 3a) e^{2a}",
@@ -172,7 +123,13 @@ def geshkovski2024_mean_field(attention: AttentionMap, *, radius: float, p: floa
     reference="[GLPR23], [CAP24] section 3",
     measures=True,
 )
-def _geshkovski(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+def geshkovski2024_mean_field(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+    r"""Upper bound for any measure of the ball: ``v (1 + 3 a) e^{2 a}``.
+
+    References
+    ----------
+    [GLPR23] appendix on well-posedness; stated as the mean-field bound in [CAP24] section 3.
+    """
     form = softmax_head(attention, exact=exact).on_span(ball=True)
     a, details = _absorbed(form, domain.radius)
     return outward(log(form.norm_V) + np.log1p(3.0 * a) + 2.0 * a, "geshkovski2024_mean_field", domain, n, 2.0, details)

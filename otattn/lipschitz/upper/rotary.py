@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from otattn import _validate as check
 from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention.head import check_sizes
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, product, top, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
-from otattn.lipschitz.constants.regions import largest_norm, resolve_domain
+from otattn.lipschitz.constants.regions import largest_norm
 from otattn.lipschitz.constants.rows import two_largest
 from otattn.lipschitz.hypotheses import every, order_two, rotary, tokens
 from otattn.lipschitz.upper.softmax import outward
@@ -31,14 +30,13 @@ from otattn.measures.domains import Domain
 __all__ = ["rotary_row_bound"]
 
 
-def rotary_row_bound(
-    attention: RotaryAttention,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "rotary_row_bound",
+    statement="the row bound with gradients that depend on the key",
+    hypotheses="rotary, causal or not; any domain; n tokens; p = 2",
+    applies=every(rotary, tokens(), order_two),
+)
+def rotary_row_bound(attention: RotaryAttention, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""n tokens, p = 2, with or without mask, whatever the positions: the formula of ``row_bound`` with other constants.
 
     With ``v = ||V||``, ``t = G R``, ``phi = max(1, (1 + t)/sqrt2)`` and ``sigma = v R H``: ``Lip <= (sigma^2 + (alpha +
@@ -53,16 +51,6 @@ def rotary_row_bound(
     2 q t)^2 + q^2 (1 + 2 p t)^2) = v^2 (1 + (4t - 2) z + 8 t^2 z^2)``, ``z = p q`` in ``[0, 1/4]``, convex in z: at most
     ``v^2 max(1, (1+t)^2/2)``, and only two entries of eps enter. The rest is the proof of ``row_bound``.
 
-    Parameters
-    ----------
-    attention : RotaryAttention
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``, of which the largest norm is used.
-    domain : Domain, optional
-    n : int
-    p : float
-        Only 2.
-
     Examples
     --------
     >>> head = RotaryAttention(np.eye(2), np.eye(2), np.eye(2))
@@ -73,17 +61,6 @@ def rotary_row_bound(
     ----------
     otattn, rotary row bound.
     """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("rotary_row_bound", attention, region, check.count(n, "n"), check.check_order(p))
-
-
-@theorem(
-    "rotary_row_bound",
-    statement="the row bound with gradients that depend on the key",
-    hypotheses="rotary, causal or not; any domain; n tokens; p = 2",
-    applies=every(rotary, tokens(), order_two),
-)
-def _rotary_row(attention: RotaryAttention, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     assert n is not None
     check_sizes(attention)
     wrap: Any = BallMatrix.exact if exact else np.asarray

@@ -24,14 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import NOTHING, ROUNDING, least, log, log_sum, safe_exp, top, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import THEOREMS, theorem
 from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.constants.regions import Seen, check_count, resolve_domain, see
+from otattn.lipschitz.constants.regions import Seen, see
 from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_constant, two_largest
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens, unless
 from otattn.measures.domains import Ball, Domain
@@ -55,19 +54,19 @@ def seen_by(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> 
     return seen
 
 
-def field_bound(attention: AttentionMap, *, radius: float | None = None, domain: Domain | None = None) -> Bound:
+@theorem(
+    "field_bound",
+    statement="sigma = sup ||V C A||",
+    hypotheses="softmax, masked or not; any domain, n and p",
+    applies=softmax(),
+    quantity="field",
+)
+def field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""``sigma``: the largest ``||D_x Gamma_mu(x)|| = ||V C_x A||`` over measures and points of the domain.
 
     On the ball it is ``R^2 max_{|u|=1} |V u| |A^T u| = R^2 min_{s>0} lambda_max(s V^T V + A A^T / s) / 2``,
     exactly, in every dimension; proof and other domains in :meth:`otattn.lipschitz.constants.regions.Seen.sigma` and
     :func:`otattn.lipschitz.constants.quadratic.max_norm_product`.
-
-    Parameters
-    ----------
-    attention : SoftmaxAttention or MaskedAttention of one
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``.
-    domain : Domain, optional
 
     Examples
     --------
@@ -79,28 +78,19 @@ def field_bound(attention: AttentionMap, *, radius: float | None = None, domain:
     ----------
     otattn, field part.
     """
-    return prove("field_bound", attention, resolve_domain(radius, domain, attention.in_dim), None, 2.0)
-
-
-@theorem(
-    "field_bound",
-    statement="sigma = sup ||V C A||",
-    hypotheses="softmax, masked or not; any domain, n and p",
-    applies=softmax(),
-    quantity="field",
-)
-def _field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     seen = seen_by(attention, domain, exact=exact)
     return _bound(log(seen.sigma), "field_bound", seen, n, p, {})
 
 
-def column_sum(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int | None = None,
-) -> Bound:
+@theorem(
+    "column_sum",
+    statement="T_n, at most e^kappa",
+    hypotheses="softmax without a mask; any domain and n",
+    applies=softmax(masked=False),
+    quantity="column_sum",
+    measures=True,
+)
+def column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""``T``: the largest column sum ``sum_i P_ij`` of n tokens, ``sup int k(x, y) dmu(x)`` for any measure.
 
     ``log T <= kappa = max <A x + c, y - x>`` over two points of the domain; ``T <= n``,
@@ -127,18 +117,6 @@ def column_sum(
     ----------
     otattn, column sums.
     """
-    return prove("column_sum", attention, resolve_domain(radius, domain, attention.in_dim), check_count(n), 2.0)
-
-
-@theorem(
-    "column_sum",
-    statement="T_n, at most e^kappa",
-    hypotheses="softmax without a mask; any domain and n",
-    applies=softmax(masked=False),
-    quantity="column_sum",
-    measures=True,
-)
-def _column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     seen = seen_by(attention, domain, exact=exact)
     return _bound(column_log(seen.kappa, 2.0 * seen.t, n), "column_sum", seen, n, p, {"kappa": seen.kappa})
 
@@ -155,14 +133,13 @@ def column_log(kappa: Any, spread: Any, n: int | None) -> Any:
     return least(count, kappa, log_sum(0.0, others), count - log_sum(0.0, rest - spread))
 
 
-def row_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "row_bound",
+    statement="the norm of two rows, about v a sqrt(n / 2)",
+    hypotheses="softmax, masked or not; any domain; n tokens; p = 2",
+    applies=every(softmax(), tokens(), order_two),
+)
+def row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""n tokens, p = 2: ``( sigma^2 + (alpha + sqrt(alpha^2 + beta^2)) / 2 )^{1/2}``.
 
     ``alpha = n phi^2 v^2 + 2 sqrt2 phi v sigma``, ``beta = 2 phi v sigma sqrt(n-2)``, ``phi =
@@ -175,16 +152,6 @@ def row_bound(
     |eps_i|``. Sum the squares of ``v phi sqrt(s) + sigma |eps_i|`` over i:
     :func:`otattn.lipschitz.constants.rows.two_largest`. A mask only restricts the points that a row sees.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention or MaskedAttention of one
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``.
-    domain : Domain, optional
-    n : int
-    p : float
-        Only 2.
-
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
@@ -195,17 +162,6 @@ def row_bound(
     ----------
     otattn, row bound.
     """
-    count = check.count(n, "n")
-    return prove("row_bound", attention, resolve_domain(radius, domain, attention.in_dim), count, check.check_order(p))
-
-
-@theorem(
-    "row_bound",
-    statement="the norm of two rows, about v a sqrt(n / 2)",
-    hypotheses="softmax, masked or not; any domain; n tokens; p = 2",
-    applies=every(softmax(), tokens(), order_two),
-)
-def _row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     assert n is not None
     return row_bound_of(seen_by(attention, domain, exact=exact), n)
 
@@ -218,14 +174,14 @@ def row_bound_of(seen: Seen, n: int) -> Bound:
     return _bound(log(value), "row_bound", seen, n, 2.0, details)
 
 
-def column_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int | None = None,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "column_bound",
+    statement="sigma + T^{1/p} N_p, T <= e^kappa",
+    hypotheses="softmax without a mask (masked too for p = inf); any domain, n and p",
+    applies=every(softmax(), unless(lambda n, p: math.isinf(p), softmax(masked=False))),
+    measures=True,
+)
+def column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""``sigma + T^{1/p} N_p``, for every order p, for n equal atoms or any measure.
 
     T is :func:`column_sum` (``e^kappa`` for any measure) and ``N_p`` the norm of a row of ``V K`` from
@@ -242,18 +198,6 @@ def column_bound(
     x, the integral of k being at most T. For ``p >= 2``, ``N_p^2 <= sup lambda_max( V (I + |g|^2 C) V^T
     )``.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        Without a mask, unless ``p`` is inf (then each row stands for itself).
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``.
-    domain : Domain, optional
-    n : int, optional
-        None is the mean-field constant.
-    p : float
-        In ``[1, inf]``.
-
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
@@ -264,18 +208,6 @@ def column_bound(
     ----------
     otattn, column bound.
     """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("column_bound", attention, region, check_count(n), check.check_order(p))
-
-
-@theorem(
-    "column_bound",
-    statement="sigma + T^{1/p} N_p, T <= e^kappa",
-    hypotheses="softmax without a mask (masked too for p = inf); any domain, n and p",
-    applies=every(softmax(), unless(lambda n, p: math.isinf(p), softmax(masked=False))),
-    measures=True,
-)
-def _column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     return column_bound_of(seen_by(attention, domain, exact=exact), n, p)
 
 
@@ -294,36 +226,6 @@ def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
     return _bound(log_sum(log(seen.sigma), sums + log(row)), "column_bound", seen, n, p, details)
 
 
-def density_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int | None = None,
-    p: float = 2,
-) -> Bound:
-    r"""``sigma + v Psi_p`` for ``p >= 2``: sharper than :func:`column_bound` where kappa is close to 2 t.
-
-    ``Psi_p`` bounds each row from ``L^p(mu)`` through the largest density of its weights and their
-    variance, which cannot both be large: :func:`otattn.lipschitz.constants.rows.density_constant`.
-
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        Without a mask (see ``masked_row_bound`` for masked ones).
-    radius, domain, n
-        As for :func:`column_bound`.
-    p : float
-        In ``[2, inf]``.
-
-    References
-    ----------
-    otattn, density bound.
-    """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("density_bound", attention, region, check_count(n), check.check_order(p))
-
-
 @theorem(
     "density_bound",
     statement="sigma + v Psi_p(t)",
@@ -331,7 +233,16 @@ def density_bound(
     applies=every(softmax(masked=False), order_between(2.0, math.inf)),
     measures=True,
 )
-def _density_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def density_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+    r"""``sigma + v Psi_p`` for ``p >= 2``: sharper than :func:`column_bound` where kappa is close to 2 t.
+
+    ``Psi_p`` bounds each row from ``L^p(mu)`` through the largest density of its weights and their
+    variance, which cannot both be large: :func:`otattn.lipschitz.constants.rows.density_constant`.
+
+    References
+    ----------
+    otattn, density bound.
+    """
     return _density(seen_by(attention, domain, exact=exact), n, p)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn import _validate as check
 from otattn.attention import (
     AttentionMap,
     ExponentialAttention,
@@ -20,10 +19,10 @@ from otattn.attention.head import Head
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
-from otattn.lipschitz.bound import Bound, prove
+from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.quadratic import max_norm_product
-from otattn.lipschitz.constants.regions import Region, check_count, largest_norm, resolve_domain, see
+from otattn.lipschitz.constants.regions import Region, largest_norm, see
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import unnormalised_map
 from otattn.lipschitz.upper.softmax import outward
@@ -34,14 +33,13 @@ __all__ = ["pointwise_bound"]
 Array = NDArray[np.float64]
 
 
-def pointwise_bound(
-    attention: AttentionMap,
-    *,
-    radius: float | None = None,
-    domain: Domain | None = None,
-    n: int | None = None,
-    p: float = 2,
-) -> Bound:
+@theorem(
+    "pointwise_bound",
+    statement="v sup(|h| + a |h'|) + sigma sup |h'|",
+    hypotheses="unnormalised, masked or not; any domain, n and p",
+    applies=unnormalised_map,
+)
+def pointwise_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     r"""``v sup (|h(s)| + a |h'(s)|) + sigma sup |h'(s)|`` over ``|s| <= a``, for every p and every measure.
 
     ``Gamma(x) = V int h(<A x, y>) y dmu(y)``, ``R = max |x|`` (from the origin: this map sees translations),
@@ -55,17 +53,6 @@ def pointwise_bound(
     row integrates over part of mu. ReLU is Lipschitz and has this derivative almost everywhere along every
     path.
 
-    Parameters
-    ----------
-    attention : SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention, or MaskedAttention of one
-    radius : float, optional
-        Tokens in the centred ball; or ``domain``.
-    domain : Domain, optional
-    n : int, optional
-        Recorded only.
-    p : float
-        In ``[1, inf]``.
-
     Examples
     --------
     >>> pointwise_bound(LinearAttention([[1.0]], [[1.0]]), radius=1.0).value
@@ -75,17 +62,6 @@ def pointwise_bound(
     ----------
     otattn, unnormalised bound.
     """
-    region = resolve_domain(radius, domain, attention.in_dim)
-    return prove("pointwise_bound", attention, region, check_count(n), check.check_order(p))
-
-
-@theorem(
-    "pointwise_bound",
-    statement="v sup(|h| + a |h'|) + sigma sup |h'|",
-    hypotheses="unnormalised, masked or not; any domain, n and p",
-    applies=unnormalised_map,
-)
-def _pointwise(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     (head,) = parts_of(attention, exact=exact)
     return _of_head(head, Region.of(domain, exact=exact), n, p)
 
