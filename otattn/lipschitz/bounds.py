@@ -1,6 +1,6 @@
 """The closed-form bounds, published and ours, one function a theorem; exposed as ``otattn.bounds``."""
 
-from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_constant
+from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_norm
 from otattn.lipschitz.local.at_measure import local_upper_bound
 from otattn.lipschitz.lower.published import (
     castin2024_discrete_lower,
@@ -49,6 +49,6 @@ __all__ = [
     "pointwise_bound",
     "rotary_row_bound",
     "row_bound",
-    "row_constant",
+    "row_norm",
     "table",
 ]

@@ -36,7 +36,7 @@ too, and ``W_2`` is ``h / sqrt(n)``. Printed: at most 9.
 >>> y = 3.0 - 6.0 * (np.arange(100) == 0); round(float(image(y + 0.001 * (y < 0)) - image(y)) / (0.001 / 100**0.5), 3)
 10.0
 
-*Holds.* ``c_2 <= min(sqrt(n) phi(t), Psi_n(t))``, with :func:`~otattn.lipschitz.constants.rows.row_constant` and
+*Holds.* ``c_2 <= min(sqrt(n) phi(t), Psi_n(t))``, with :func:`~otattn.lipschitz.constants.rows.row_norm` and
 :func:`~otattn.lipschitz.constants.rows.density_constant` (proofs there). So the law is ``R^2 sqrt(n/2)``: with two atoms at
 ``+-R u``, u orthogonal to A x, and the others where the query does not look, this example in the plane has 63 and the
 bound 64.3. For p = inf, ``c <= sqrt(1 + t^2)`` knows no n.

@@ -59,7 +59,7 @@ def _attempt(
     if not counts:
         return []
     try:
-        bound = record.evaluate(attention, region, counts[0], p, effort)
+        bound = record.search(attention, region, counts[0], p, effort)
     except CertificateError:
         return []  # what the solver proposed cannot be repaired: the others stand
     return [] if math.isnan(bound.value) else [bound]
@@ -78,7 +78,7 @@ def _plain_softmax(attention: Any, domain: Any, n: int | None, p: float) -> str 
     applies=every(several_heads, order_two, _plain_softmax),
     closed=False,
 )
-def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, effort: Effort) -> Bound:
+def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, *, effort: Effort = "fast") -> Bound:
     # bounds of the heads with the identity for their values: multi_head checks that this is what they are
     whole: Any = unmasked(attention)
     heads = [head_with_values(attention, h, None) for h in range(len(whole.heads))]
@@ -91,7 +91,7 @@ def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float,
 
     The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions.
     """
-    if record.key == "pair":
+    if record.key == "two_tokens":
         return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
     if record.key != "mean_field" or not isinstance(attention, SoftmaxAttention):
         return True

@@ -49,7 +49,7 @@ _SDP_LIMIT = 40
 _BLOCK = 2048
 
 
-@problem_function("field_jacobian/box", "field_jacobian/plane")
+@problem_function("field_certificate/box", "field_certificate/plane")
 def _box_problem(statement: Statement) -> dict[str, Any]:
     """``V D`` and ``A^T D`` of norm about one, D the half widths that are not zero, and their units."""
     head = softmax_head(statement.attention, exact=statement.exact)
@@ -63,7 +63,7 @@ def _box_problem(statement: Statement) -> dict[str, Any]:
     return {"values": triangular(V), "keys": triangular(K), "units": units, "live": live, "reach": r, "slack": slack}
 
 
-@dual_function("field_jacobian/box", exact=True, quantity="field")
+@dual_function("field_certificate/box", exact=True, quantity="field")
 def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     V, K, units = problem["values"], problem["keys"], problem["units"]
     k = V.shape[1]
@@ -114,7 +114,7 @@ def box_field(statement: Statement, solver: str | None, max_iter: int | None) ->
     if scale > 0 and (solver is not None or k <= _SDP_LIMIT):
         s, diagonal, proposal = _box_sdp(M1, M2, solver or "CLARABEL", max_iter)
     return certify(
-        "field_jacobian/box",
+        "field_certificate/box",
         statement=statement,
         problem=problem,
         multipliers={"s": [s], "diagonal": diagonal},
@@ -175,7 +175,7 @@ def _low_rank_ascent(M1: Array, M2: Array, max_iter: int | None) -> tuple[float,
     return s, diagonal, signs, Proposal("low-rank ascent", status, value)
 
 
-@problem_function("field_jacobian/points")
+@problem_function("field_certificate/points")
 def _points_problem(statement: Statement) -> dict[str, Any]:
     """``(|V delta|, |A^T delta|)`` of the pairs of points, or of opposite vertices, that no other pair dominates."""
     head = softmax_head(statement.attention, exact=statement.exact)
@@ -225,7 +225,7 @@ def _exact_pairs(points: Array, V: Any, A: Any) -> Array:
     return kept
 
 
-@dual_function("field_jacobian/points", exact=True, quantity="field")
+@dual_function("field_certificate/points", exact=True, quantity="field")
 def _points_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     s: Any = float(multiplier(multipliers, "s", (1,), positive=True)[0])
     if problem["units"] is None:
@@ -273,7 +273,7 @@ def _pairs(statement: Statement, max_iter: int | None, common: Mapping[str, Any]
         t, proposal = scalar_search(value, -np.log(2.0), np.log(2.0), max_iter=max_iter)
         s = float(np.exp(2.0 * t))
     return certify(
-        "field_jacobian/points",
+        "field_certificate/points",
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},

@@ -42,7 +42,7 @@ def _edges(V: Any, K: Any, t: Any) -> tuple[Any, Any]:
     )
 
 
-@dual_function("field_jacobian/plane", exact=True, quantity="field")
+@dual_function("field_certificate/plane", exact=True, quantity="field")
 def _plane_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     V, K = problem["values"], problem["keys"]
     s: Any = multiplier(multipliers, "s", (2, _CELLS), positive=True)
@@ -71,7 +71,7 @@ def plane_field(statement: Statement, problem: Mapping[str, Any], common: Mappin
     a, b = _edges(V, K, 0.5 * (t[1:] + t[:-1]))
     s = np.clip(np.sqrt(b / np.maximum(a, 1e-300)), 1e-6, 1e6)
     return certify(
-        "field_jacobian/plane",
+        "field_certificate/plane",
         statement=statement,
         problem=problem,
         multipliers={"s": s},

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.catalogue import theorem
@@ -44,28 +45,42 @@ from otattn.lipschitz.constants._dual_quadratic import (
     row_span,
 )
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.constants.heads import check_domain, enclosing_round, softmax_head
+from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
 from otattn.lipschitz.constants.regions import Region
 from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Box, Domain
 
-__all__ = ["kappa"]
+__all__ = ["column_exponent"]
 
 Array = NDArray[np.float64]
 # with the data normalised kappa <= 2, so 1 / (4 nu) <= 2; and nu / 4 - 1 <= kappa
 _LOW, _HIGH = 0.125, 12.0
 
 
-def kappa(attention: Any, domain: Domain, *, solver: str | None = None, max_iter: int | None = None) -> Certificate:
+@theorem(
+    "column_exponent",
+    statement="kappa = max <A x + c, y - x>",
+    hypotheses="softmax without a mask; any domain",
+    applies=softmax(masked=False),
+    quantity="column_exponent",
+    closed=False,
+)
+def column_exponent(
+    attention: AttentionMap,
+    domain: Domain,
+    n: int | None,
+    p: float,
+    *,
+    solver: str | None = None,
+    max_iter: int | None = None,
+) -> Certificate:
     r"""Certified bound of ``kappa = max_{x, y} <A x + c, y - x>``, the logarithm of the largest column sum.
 
     ``int k(x, y) dmu(x) <= e^kappa`` for every measure on the domain. Exact (to rounding) on balls without
     bias: ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I``, ``a`` for skew A, with ``a = ||A|| R^2``.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-    domain : Ball, Ellipsoid, LayerNormDomain, Box or PointSet
+    Other Parameters
+    ----------------
     solver : {"CLARABEL", "SCS"}, optional
         By default a scalar search, and CLARABEL for boxes.
     max_iter : int, optional
@@ -76,42 +91,26 @@ def kappa(attention: Any, domain: Domain, *, solver: str | None = None, max_iter
     Certificate
         Multiplier ``nu``; ``diagonal`` (2k,) for a box.
 
-    Raises
-    ------
-    ValueError
-        Masked attention.
-    CertificateError
-        The solver proposed nothing usable.
-
     Examples
     --------
     >>> import numpy as np
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.measures import Ball
-    >>> round(kappa(SoftmaxAttention(np.eye(3), np.eye(3)), Ball(2.0)).value, 6)
+    >>> round(column_exponent(SoftmaxAttention(np.eye(3), np.eye(3)), Ball(2.0)).value, 6)
     1.0
 
     References
     ----------
     Our own theorem (column sums); the proof is in the docstring of this module.
     """
-    head = softmax_head(attention)
-    if head.causal:
-        raise ValueError(
-            "attention must not be masked for column sums, received MaskedAttention: its rows sum over "
-            "different sets, and T_j <= e^kappa fails for it; pass the unmasked head if that is what you mean."
-        )
-    check_domain(domain, head.d)
-    statement = Statement(attention, domain, None, 2.0)
+    statement = Statement(attention, domain, n, p)
     return _box(statement, solver, max_iter) if isinstance(domain, Box) else _round(statement, solver, max_iter)
 
 
-@problem_function("column_sums/round")
+@problem_function("column_exponent/round")
 def _round_problem(statement: Statement) -> dict[str, Any]:
     """``E^T A E`` and ``E^T (A b + c)`` in units of their norms, on the span that they see."""
-    head = softmax_head(statement.attention, exact=statement.exact)
-    if head.causal:
-        raise ValueError("kappa bounds no column sums under a mask.")
+    head = softmax_head(statement.attention, masked=False, exact=statement.exact)
     around = enclosing_round(statement.domain, head.d, exact=statement.exact)
     E = around.E
     left, shifted = E.T @ head.A, head.A @ around.center + head.c
@@ -136,7 +135,7 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     return {"A": A, "c": c, "unit": unit, "slack": 6.0 * (missed + rounded / unit) + 64.0 * len(c) * EPS}
 
 
-@dual_function("column_sums/round", exact=True, quantity="column_exponent")
+@dual_function("column_exponent/round", exact=True, quantity="column_exponent")
 def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     nu = float(multiplier(multipliers, "nu", (1,), positive=True)[0])
     if problem["unit"] == 0.0:
@@ -159,7 +158,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
         else:
             nu, proposal = _round_sdp(A, c, solver, max_iter)
     return certify(
-        "column_sums/round",
+        "column_exponent/round",
         statement=statement,
         problem=problem,
         multipliers={"nu": [nu]},
@@ -180,12 +179,10 @@ def _round_sdp(A: Array, c: Array, solver: str, max_iter: int | None) -> tuple[f
     return scalar_value(nu), proposal
 
 
-@problem_function("column_sums/box")
+@problem_function("column_exponent/box")
 def _box_problem(statement: Statement) -> dict[str, Any]:
     """The form on the box ``|z_k| <= 1`` of the sides that are not zero, in units of its norm."""
-    head = softmax_head(statement.attention, exact=statement.exact)
-    if head.causal:
-        raise ValueError("kappa bounds no column sums under a mask.")
+    head = softmax_head(statement.attention, masked=False, exact=statement.exact)
     reach, center = Region.of(statement.domain).reach, statement.domain.center
     assert reach is not None
     live = np.flatnonzero(reach > 0)
@@ -206,7 +203,7 @@ def _box_problem(statement: Statement) -> dict[str, Any]:
     return {"A": A / unit, "c": c / unit, "unit": unit, "slack": slack}
 
 
-@dual_function("column_sums/box", exact=True, quantity="column_exponent")
+@dual_function("column_exponent/box", exact=True, quantity="column_exponent")
 def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     if problem["unit"] == 0.0:
         return 0.0
@@ -231,7 +228,7 @@ def _box(statement: Statement, solver: str | None, max_iter: int | None) -> Cert
         H, b = _pair_form(problem["A"], problem["c"])
         diagonal, proposal = box_multipliers(H, b, solver or "CLARABEL", max_iter)
     return certify(
-        "column_sums/box",
+        "column_exponent/box",
         statement=statement,
         problem=problem,
         multipliers={"diagonal": diagonal},
@@ -239,15 +236,3 @@ def _box(statement: Statement, solver: str | None, max_iter: int | None) -> Cert
         solver_status=proposal.status,
         solver_value=proposal.value * scale,
     )
-
-
-@theorem(
-    "column_sums",
-    statement="kappa = max <A x + c, y - x>",
-    hypotheses="softmax without a mask; any domain",
-    applies=softmax(masked=False),
-    quantity="column_exponent",
-    closed=False,
-)
-def _best(attention: Any, domain: Domain, n: int | None, p: float, effort: str) -> Certificate:
-    return kappa(attention, domain)

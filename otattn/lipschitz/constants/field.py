@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import lambda_max_upper, product_error
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import product
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
@@ -37,27 +38,39 @@ from otattn.lipschitz.certificate import (
 from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, triangular
 from otattn.lipschitz.constants._field_hull import box_field, points_field, unit_pair
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.constants.heads import check_domain, enclosing_round, softmax_head
+from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
 from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
 
-__all__ = ["field_jacobian"]
+__all__ = ["field_certificate"]
 
 Array = NDArray[np.float64]
 
 
-def field_jacobian(
-    attention: Any, domain: Domain, *, solver: str | None = None, max_iter: int | None = None
+@theorem(
+    "field_certificate",
+    statement="sigma = sup ||V C A||, by one multiplier or one a coordinate",
+    hypotheses="softmax, masked or not; any domain, n and p",
+    applies=softmax(),
+    quantity="field",
+    closed=False,
+)
+def field_certificate(
+    attention: AttentionMap,
+    domain: Domain,
+    n: int | None,
+    p: float,
+    *,
+    solver: str | None = None,
+    max_iter: int | None = None,
 ) -> Certificate:
     r"""Certified bound of ``||D_x Gamma_mu(x)|| = ||V C A||`` over all measures on ``domain`` and all x.
 
     Exact (to rounding) on balls, ellipsoids and LayerNorm domains, and on rectangles (to 1e-6). On point sets and
     boxes of dimension 3 and more a percent above the best two-atom measure as a rule (up to 17 percent seen).
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention or MaskedAttention of one
-    domain : Ball, Ellipsoid, LayerNormDomain, Box or PointSet
+    Other Parameters
+    ----------------
     solver : {"CLARABEL", "SCS"}, optional
         Who proposes the multipliers. By default a scalar search where one multiplier decides; for boxes cells
         of the boundary in dimension 2, the vertices up to dimension 12, the semidefinite program by CLARABEL up to 40,
@@ -71,16 +84,11 @@ def field_jacobian(
         Multipliers ``s`` and, for a box, ``diagonal``; ``witness`` is a two-atom measure and
         ``details["attained"]`` the value that it reaches.
 
-    Raises
-    ------
-    CertificateError
-        The solver proposed nothing usable.
-
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.measures import Box
-    >>> bound = field_jacobian(SoftmaxAttention([[1.0]], [[2.0]]), Box([-1.0], [3.0]))
+    >>> bound = field_certificate(SoftmaxAttention([[1.0]], [[2.0]]), Box([-1.0], [3.0]))
     >>> round(bound.value, 5)
     8.0
 
@@ -88,9 +96,7 @@ def field_jacobian(
     ----------
     Our own theorem (field part); the proof is in the docstring of this module.
     """
-    head = softmax_head(attention)
-    check_domain(domain, head.d)
-    statement = Statement(attention, domain, None, 2.0)
+    statement = Statement(attention, domain, n, p)
     if isinstance(domain, PointSet):
         return points_field(statement, solver, max_iter)
     if isinstance(domain, Box):
@@ -98,7 +104,7 @@ def field_jacobian(
     return _round(statement, solver, max_iter)
 
 
-@problem_function("field_jacobian/round")
+@problem_function("field_certificate/round")
 def _round_problem(statement: Statement) -> dict[str, Any]:
     """``V E`` and ``A^T E`` with norms of about one, on the span that they see, and the product of their units."""
     head = softmax_head(statement.attention, exact=statement.exact)
@@ -119,7 +125,7 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     return {"values": triangular(values), "keys": triangular(keys), "units": units, "slack": slack, "basis": basis}
 
 
-@dual_function("field_jacobian/round", exact=True, quantity="field")
+@dual_function("field_certificate/round", exact=True, quantity="field")
 def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     V, K, units = problem["values"], problem["keys"], problem["units"]
     s = float(multiplier(multipliers, "s", (1,), positive=True)[0])
@@ -140,7 +146,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
     u = around.E @ (z if basis is None else basis @ z)
     attained = float(np.linalg.norm(head.V @ u) * np.linalg.norm(head.A.T @ u))
     return certify(
-        "field_jacobian/round",
+        "field_certificate/round",
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},
@@ -198,15 +204,3 @@ def _balanced_direction(V: Array, K: Array, s: float) -> Array:
 def _slack(error: float) -> float:
     """What an error of the two factors, of norm one, adds to the product of their norms."""
     return 2.0 * error + error**2
-
-
-@theorem(
-    "field_jacobian",
-    statement="sigma = sup ||V C A||, by one multiplier or one a coordinate",
-    hypotheses="softmax, masked or not; any domain, n and p",
-    applies=softmax(),
-    quantity="field",
-    closed=False,
-)
-def _best(attention: Any, domain: Domain, n: int | None, p: float, effort: str) -> Certificate:
-    return field_jacobian(attention, domain)

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import least, log, safe_exp, top, up
 
-__all__ = ["density_constant", "density_constant_p", "hoelder_constant", "row_constant", "two_largest"]
+__all__ = ["density_constant", "density_constant_p", "hoelder_constant", "row_norm", "two_largest"]
 
 Array = NDArray[np.float64]
 CELLS = 1024
 
 
-def row_constant(t: Any) -> Any:
+def row_norm(t: Any) -> Any:
     r"""``phi(t)``: the norm of K from ``(sum_j |eps_j|^2)^{1/2}`` to ``R^d``, exactly its supremum.
 
     ``phi = 1`` for ``t <= 1/2``, ``phi^2 = (1 + (t + 1/(4t))^2) / 2`` beyond.

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, least
@@ -57,29 +58,33 @@ from otattn.lipschitz.constants._dual_quadratic import (
     triangular,
 )
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.constants.heads import check_domain, enclosing_round, softmax_head
+from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
 from otattn.lipschitz.constants.regions import Region, see
-from otattn.lipschitz.constants.rows import row_constant as phi
+from otattn.lipschitz.constants.rows import row_norm as phi
 from otattn.lipschitz.constants.self_logit import entropy_gap
 from otattn.lipschitz.hypotheses import every, softmax, tokens
 from otattn.measures import Ball, Box, Domain
 
-__all__ = ["row_constant", "self_entropy"]
+__all__ = ["row_certificate", "self_entropy"]
 
 Array = NDArray[np.float64]
 
 
+@theorem(
+    "self_entropy",
+    statement="sup |g|^2 lambda_max(C) by the entropy of a row that sees its own token",
+    hypotheses="softmax, masked or not; any domain; n tokens",
+    applies=every(softmax(), tokens()),
+    quantity="self_entropy",
+    closed=False,
+)
 def self_entropy(
-    attention: Any, domain: Domain, n: int, *, solver: str | None = None, max_iter: int | None = None
+    attention: AttentionMap, domain: Domain, n: int, p: float, *, solver: str | None = None, max_iter: int | None = None
 ) -> Certificate:
     r"""Certified bound of ``W = sup |g_i|^2 lambda_max(C_i)`` over n tokens in the domain.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention or MaskedAttention of one
-    domain : Ball, Ellipsoid, LayerNormDomain, Box or PointSet (the last through a ball around the points)
-    n : int
-        Number of tokens, equal weights.
+    Other Parameters
+    ----------------
     solver : {"CLARABEL", "SCS"}, optional
         By default a scalar search, and CLARABEL for boxes.
     max_iter : int, optional
@@ -90,11 +95,6 @@ def self_entropy(
     Certificate
         Multiplier ``nu`` (the linearisation of the square); ``diagonal`` for a box. ``details["tau"]`` is
         ``tau_n``.
-
-    Raises
-    ------
-    CertificateError
-        The solver proposed nothing usable.
 
     Examples
     --------
@@ -109,30 +109,43 @@ def self_entropy(
     ----------
     Our own theorem (self-token entropy); the proof is in the docstring of this module.
     """
-    return _certificate("self_entropy", attention, domain, n, solver, max_iter)
+    return _certificate("self_entropy", Statement(attention, domain, n, p), solver, max_iter)
 
 
-def row_constant(
-    attention: Any, domain: Domain, n: int, *, solver: str | None = None, max_iter: int | None = None
+@theorem(
+    "row_certificate",
+    statement="min(phi, sqrt(1 + W), 1 + sqrt(W / 2)) of one row",
+    hypotheses="softmax, masked or not; any domain; n tokens",
+    applies=every(softmax(), tokens()),
+    quantity="row",
+    closed=False,
+)
+def row_certificate(
+    attention: AttentionMap, domain: Domain, n: int, p: float, *, solver: str | None = None, max_iter: int | None = None
 ) -> Certificate:
     r"""Certified bound of the norm of one row, ``eps -> sum_j P_ij (I + (x_j - m_i) g_i^T) eps_j``.
 
     The value matrix is left out (V = I). It is ``min(phi(t), sqrt(1 + W), 1 + sqrt(W / 2))`` with W from
     :func:`self_entropy`, whose parameters and multipliers it shares.
 
+    Other Parameters
+    ----------------
+    solver, max_iter
+        As for :func:`self_entropy`.
+
     Examples
     --------
     >>> import numpy as np
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.measures import Ball
-    >>> round(row_constant(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), Ball(1.0), 8).value, 6)
+    >>> round(row_certificate(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), Ball(1.0), 8).value, 6)
     1.0
 
     References
     ----------
     Our own theorems (row constant, self-token entropy); the proofs are in the docstring of this module.
     """
-    return _certificate("row_constant", attention, domain, n, solver, max_iter)
+    return _certificate("row_certificate", Statement(attention, domain, n, p), solver, max_iter)
 
 
 @dual_function("self_entropy", exact=True, quantity="self_entropy")
@@ -146,7 +159,7 @@ def _entropy_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) 
     return value if is_interval(value) else max(float(value), LEAST)  # it may underflow, and is not 0
 
 
-@dual_function("row_constant", exact=True, quantity="row")
+@dual_function("row_certificate", exact=True, quantity="row")
 def _row_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     W = _entropy_dual(problem, multipliers)
     return least(phi(problem["logits"]), np.sqrt(1.0 + W), 1.0 + np.sqrt(W / 2.0))
@@ -159,13 +172,8 @@ def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -
     return constant + quadratic_sup(G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h), diagonal)
 
 
-def _certificate(
-    name: str, attention: Any, domain: Domain, n: int, solver: str | None, max_iter: int | None
-) -> Certificate:
-    check_domain(domain, softmax_head(attention).d)
-    tokens = check.count(n, "n")
-    statement = Statement(attention, domain, tokens, 2.0)
-    problem = _row_problem(statement) if name == "row_constant" else _entropy_problem(statement)
+def _certificate(name: str, statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
+    problem = _row_problem(statement) if name == "row_certificate" else _entropy_problem(statement)
     nu, diagonal, proposal = 0.0, np.zeros(len(problem["c"])), Proposal("none", "zero map", 0.0)
     if problem["unit"] > 0:
         if problem["box"] or solver is not None:
@@ -181,11 +189,11 @@ def _certificate(
         solver=proposal.solver,
         solver_status=proposal.status,
         solver_value=value if name == "self_entropy" else float("nan"),
-        details={"tau": entropy_gap(tokens), "radius": problem["radius"]},
+        details={"tau": problem["tau_n"], "radius": problem["radius"]},
     )
 
 
-@problem_function("row_constant")
+@problem_function("row_certificate")
 def _row_problem(statement: Statement) -> dict[str, Any]:
     form = softmax_head(statement.attention, exact=statement.exact).on_span(ball=isinstance(statement.domain, Ball))
     return {**_entropy_problem(statement), "logits": see(form, statement.domain).t_ball}
@@ -207,7 +215,7 @@ def _entropy_problem(statement: Statement) -> dict[str, Any]:
         np.linalg.norm(mid(g0))
     )
     tau = entropy_gap(check.count(statement.n, "n"))
-    data: dict[str, Any] = {"box": isinstance(domain, Box), "radius": radius}
+    data: dict[str, Any] = {"box": isinstance(domain, Box), "radius": radius, "tau_n": tau}
     if unit == 0.0 and not G.any() and not g0.any():
         return {**data, "G": G, "c": h, "S": S, "h": h, "constant": 0.0, "tau": 0.0, "unit": 0.0, "slack": 0.0}
     unit = max(unit, 1e-290)
@@ -254,27 +262,3 @@ def _sdp(problem: Mapping[str, Any], solver: str, max_iter: int | None) -> tuple
     proposal = cvxpy_solve(cp.Problem(cp.Minimize(objective), [constraint]), solver, max_iter)
     # the solver may leave the sign of nu to rounding
     return max(0.0, scalar_value(nu)), np.broadcast_to(np.asarray(diagonal.value), k).astype(float), proposal
-
-
-@theorem(
-    "self_entropy",
-    statement="sup |g|^2 lambda_max(C) by the entropy of a row that sees its own token",
-    hypotheses="softmax, masked or not; any domain; n tokens",
-    applies=every(softmax(), tokens()),
-    quantity="self_entropy",
-    closed=False,
-)
-def _entropy(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Certificate:
-    return self_entropy(attention, domain, n)
-
-
-@theorem(
-    "row_constant",
-    statement="min(phi, sqrt(1 + W), 1 + sqrt(W / 2)) of one row",
-    hypotheses="softmax, masked or not; any domain; n tokens",
-    applies=every(softmax(), tokens()),
-    quantity="row",
-    closed=False,
-)
-def _row(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Certificate:
-    return row_constant(attention, domain, n)

@@ -275,5 +275,5 @@ def _simplex(attention: Any, domain: Any, n: int | None, p: float) -> str | None
     closed=False,
     quantity="covariance",
 )
-def _best(attention: None, simplex: IntervalSimplex, n: int | None, p: float, effort: str) -> Certificate:
+def _best(attention: None, simplex: IntervalSimplex, n: int | None, p: float) -> Certificate:
     return interval_simplex(simplex.points, simplex.lower, simplex.upper)

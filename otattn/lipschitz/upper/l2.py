@@ -25,7 +25,7 @@ from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, t
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Region, see
-from otattn.lipschitz.constants.rows import row_constant, two_largest
+from otattn.lipschitz.constants.rows import row_norm, two_largest
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless
 from otattn.lipschitz.upper.masked import masked_column_sum
@@ -115,7 +115,7 @@ def l2_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: floa
 def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
     source = "l2_row_bound"
     root = np.sqrt(lift(2.0) if is_interval(x.t) else 2.0)
-    phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_constant(x.t), 0.5 * np.sqrt(x.h))))
+    phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_norm(x.t), 0.5 * np.sqrt(x.h))))
     value = x.v if n == 1 else two_largest(x.v * phi, x.sigma, n)
     return outward(log(value), source, domain, n, 2.0, {"row_constant": phi, "sigma": x.sigma, "t": x.t})
 

@@ -20,7 +20,7 @@ from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Seen
-from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_constant
+from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_norm
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens
 from otattn.lipschitz.upper.softmax import column_bound_of, outward, row_bound_of, seen_by
 from otattn.measures.domains import Domain
@@ -120,7 +120,7 @@ def _masked_row(seen: Seen, n: int) -> Bound:
     source = "masked_row_bound"
     if n == 1:
         return outward(log(seen.v), source, seen.region.domain, n, 2.0, {})
-    phi2 = row_constant(seen.t) ** 2
+    phi2 = row_norm(seen.t) ** 2
     total: Any = 0.0
     i = 1
     # blocks of rows: Psi_i grows with i and 1/i falls, so a block is bounded by its last Psi and its first
@@ -133,7 +133,7 @@ def _masked_row(seen: Seen, n: int) -> Bound:
     if i <= n:
         total = total + _later_rows(phi2, density_constant(seen.t_ball, n)[0] ** 2, i - 1, n)
     value = log_sum(log(seen.sigma), log(seen.v) + 0.5 * log(up(total)))
-    details = {"row_constant": row_constant(seen.t), "row_sum": total, "sigma": seen.sigma}
+    details = {"row_constant": row_norm(seen.t), "row_sum": total, "sigma": seen.sigma}
     return outward(value, source, seen.region.domain, n, 2.0, details)
 
 

@@ -62,8 +62,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
-from otattn import _validate as check
 from otattn._linalg import norm_upper
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
@@ -73,7 +73,7 @@ from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, least_stretch, psd_defect
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
-from otattn.measures.domains import Ball, Domain
+from otattn.measures.domains import Domain
 
 __all__ = ["mean_field"]
 
@@ -312,17 +312,18 @@ def _choose_h(a: float, least: float) -> float:
     return math.exp(float(minimize_scalar(largest, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
 
 
-def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort: str = "fast") -> Bound:
+@theorem(
+    "mean_field",
+    statement="sigma + N_p T^{1/p}, T by entropy and barycentres",
+    hypotheses="softmax without a mask; any domain and p; any measure",
+    applies=every(softmax(masked=False), any_measure),
+    closed=False,
+)
+def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float, *, effort: str = "fast") -> Bound:
     """Upper bound of ``W_p-Lip(F)`` over all measures on the domain: the least of T6 (T10), M3 and M4.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        Any A, V and biases; M4 enters when A is symmetric PSD and the bias (after centring the domain) is zero.
-    domain : Domain or float
-        A float is the radius of a ball.
-    p : float
-        Order, in ``[1, inf]``.
+    Other Parameters
+    ----------------
     effort : {"fast", "deep"}
         Branch-and-bound gap of 1e-3 or 1e-5 in the logarithm of ``T``.
 
@@ -341,8 +342,7 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
     """
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    order = check.check_order(p)
-    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), None, order)
+    statement = Statement(attention, domain, n, p)
     head = head_of(statement)
     if head.v == 0.0:
         return trivial(statement)
@@ -352,26 +352,26 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
     if head.a > 0 and math.isfinite(psd_defect(head)):
         h = _choose_h(head.a, least_stretch(head))
     multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
-    best = _trial(head, order, multipliers, tol)
+    best = _trial(head, p, multipliers, tol)
     for _ in range(4):
         # a multiplier made for the worst cell, as long as it helps
         if best.at is None or best.name != "M3":
             break
         family = _enrich(best.field, best.at)
         richer = {**multipliers, "nu": family.nu, "gap": family.gap}
-        trial = _trial(head, order, richer, tol)
+        trial = _trial(head, p, richer, tol)
         gained = best.log_sum - trial.log_sum
         if gained > 1e-12:
             best, multipliers = trial, richer
         if gained < 0.2 * tol:
             break
-    log_value = float(_log_bound(head, order, best.log_sum))
+    log_value = float(_log_bound(head, p, best.log_sum))
     details = {"branch": best.name, "kappa": head.kappa, "sigma": head.sigma}
     if log_value > 709.0:
         return Bound(
             math.inf,
             "upper",
-            p=order,
+            p=p,
             domain=statement.domain,
             details=details,
             attention=attention,
@@ -387,14 +387,3 @@ def mean_field(attention: Any, domain: Domain | float, *, p: float = 2.0, effort
         solver_value=safe_exp(log_value),
         details=details,
     )
-
-
-@theorem(
-    "mean_field",
-    statement="sigma + N_p T^{1/p}, T by entropy and barycentres",
-    hypotheses="softmax without a mask; any domain and p; any measure",
-    applies=every(softmax(masked=False), any_measure),
-    closed=False,
-)
-def _best(attention: Any, domain: Domain, n: None, p: float, effort: str) -> Bound:
-    return mean_field(attention, domain, p=p, effort=effort)

@@ -309,5 +309,5 @@ def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | 
     closed=False,
     rigorous=False,
 )
-def _best(attention: Any, near: NearTokens, n: int, p: float, effort: str) -> Certificate:
+def _best(attention: Any, near: NearTokens, n: int, p: float) -> Certificate:
     return local_ball(attention, near.points, near.radius)

@@ -78,6 +78,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._linalg import mid, norm_upper
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
 from otattn.lipschitz.bound import Bound
@@ -89,7 +90,7 @@ from otattn.lipschitz.constants.self_logit import UnitHead, head_of, least_stret
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper._psd_search import Plan, add_rows, choose, refine
-from otattn.measures.domains import Ball, Domain
+from otattn.measures.domains import Domain
 
 __all__ = ["psd"]
 
@@ -232,21 +233,22 @@ def _hypotheses(head: UnitHead) -> tuple[Any, float]:
     return (head.a / low if low > 1e-12 * top(head.a) else math.inf), defect
 
 
-def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep") -> Bound:
+@theorem(
+    "psd",
+    statement="small forms, where a row still sees its own token: a program over one row",
+    hypotheses="softmax without a mask and without a bias, A symmetric PSD; domain centred at 0; n >= 2 tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(least=2), order_two, _semidefinite),
+    closed=False,
+)
+def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
     """Upper bound of the Lipschitz constant of n tokens for a positive semidefinite form (T19), by branch and bound.
 
     It is much sharper than the general bounds for ``||A|| R^2`` up to about 30, where a row still sees its own token, and n up
     to a few dozen; free of the dimension. For multiples of the identity it knows the norm of every token; for other PSD
     forms it knows the norms of ``A^{1/2} x``, and how much they say of ``|x|`` through the least eigenvalue.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        A symmetric positive semidefinite (to 1e-10), any V, no query bias.
-    domain : Domain or float
-        Centred at 0; a float is the radius of a ball. Other domains are enclosed in a ball.
-    n : int
-        Number of tokens, uniform weights, at least 2.
+    Other Parameters
+    ----------------
     effort : {"fast", "deep"}
         Search for the multipliers, and gap of the branch and bound: 1 percent or 0.25 percent.
 
@@ -255,11 +257,6 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
     Certificate
         Multipliers: the weights ``split`` (t0, g, t1), ``eta``, ``tau``; the cells of r (``edges``) with their ``mu``, ``sigma``
         and ``xi``. A plain :class:`Bound` when A or V is zero.
-
-    Raises
-    ------
-    ValueError
-        A is not PSD, ``||A|| R^2 > 1000``, a bias or a domain off centre, fewer than two tokens, another kind of attention.
 
     Examples
     --------
@@ -274,15 +271,14 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
     """
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    count = check.count(n, "n", least=2)
-    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), count, 2.0)
+    statement = Statement(attention, domain, n, p)
     head = head_of(statement)
     if head.v == 0.0 or (head.a == 0.0 and head.centred):
         # A = 0: the mean of the tokens, n times over
         return trivial(statement)
     stretch, defect = _hypotheses(head)
     deep = effort == "deep"
-    base = Columns(head.a, _field_share(head), stretch, count, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
+    base = Columns(head.a, _field_share(head), stretch, n, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
     plan = choose(base, deep=deep)
     tol, cells = (5e-3, _CELLS) if deep else (2e-2, _CELLS // 5)
     plan, found = _polish(plan, rounds=8 if deep else 2, tol=4 * tol, max_cells=cells // 3)
@@ -302,10 +298,10 @@ def psd(attention: Any, domain: Domain | float, *, n: int, effort: str = "deep")
         },
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
-        solver_value=float(_bound(found.seen, head, count, 0.0)),
+        solver_value=float(_bound(found.seen, head, n, 0.0)),
         details={"sigma": head.trace_sigma, "cells": found.cells, "radius_at_worst": float(found.hi[0])},
         # the maximum has just been proved: what a recheck raises it by is added
-        proved=float(_bound(found.value + 1e-11, head, count, defect)),
+        proved=float(_bound(found.value + 1e-11, head, n, defect)),
     )
 
 
@@ -323,14 +319,3 @@ def _polish(plan: Plan, *, rounds: int, tol: float, max_cells: int) -> tuple[Pla
             break
         plan, found = trial, better
     return plan, found
-
-
-@theorem(
-    "psd",
-    statement="small forms, where a row still sees its own token: a program over one row",
-    hypotheses="softmax without a mask and without a bias, A symmetric PSD; domain centred at 0; n >= 2 tokens; p = 2",
-    applies=every(softmax(masked=False), tokens(least=2), order_two, _semidefinite),
-    closed=False,
-)
-def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
-    return psd(attention, domain, n=n, effort=effort)

@@ -46,6 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import least
 from otattn.lipschitz.bound import Bound
@@ -55,9 +56,9 @@ from otattn.lipschitz.constants._options import integer, number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
-from otattn.measures.domains import Ball, Domain
+from otattn.measures.domains import Domain
 
-__all__ = ["joint"]
+__all__ = ["rows_and_columns"]
 
 Array = NDArray[np.float64]
 
@@ -265,17 +266,17 @@ def _search(rows: _Rows, tol: float) -> tuple[Maximum, _Search]:
     return maximise(search.bound, *_cover(rows.n), tol=tol, max_cells=_CELLS), search
 
 
-@problem_function("joint")
+@problem_function("rows_and_columns")
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
-        raise ValueError(f"p must be 2 for joint, received {statement.p:g}.")
+        raise ValueError(f"p must be 2 for rows_and_columns, received {statement.p:g}.")
     head, n = head_of(statement), check.count(statement.n, "n")
     given = statement.options
     options = {"atoms": integer(given, "atoms", most=10_000), "target": number(given, "target", least=-math.inf)}
     return {"head": head, "n": n, **options}
 
 
-@dual_function("joint", exact=True)
+@dual_function("rows_and_columns", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head: UnitHead = problem["head"]
     if problem["n"] == 1:
@@ -286,17 +287,18 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     return head.v * (np.exp(0.5 * lift(log_square)) if head.exact else math.exp(0.5 * log_square) * (1 + 1e-12))
 
 
-def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast") -> Bound:
+@theorem(
+    "rows_and_columns",
+    statement="rows and columns together: a program over the two tokens that move most",
+    hypotheses="softmax without a mask; any domain; n tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(), order_two),
+    closed=False,
+)
+def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
     """Upper bound of the Lipschitz constant of n tokens: T8 with the column sums, by branch and bound.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-        Any A, V and biases.
-    domain : Domain or float
-        A float is the radius of a ball.
-    n : int
-        Number of tokens; one token is moved by V alone.
+    Other Parameters
+    ----------------
     effort : {"fast", "deep"}
         Gap of the branch and bound, 0.5 percent (a few seconds) or 0.1 percent, and coarser or finer cells for the
         rows.
@@ -310,20 +312,18 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = joint(SoftmaxAttention([[-4.0]], [[1.0]]), 1.0, 2)
+    >>> bound = rows_and_columns(SoftmaxAttention([[-4.0]], [[1.0]]), 1.0, 2)
     >>> bound.value < 12, bound.verify()   # the published bound is 20.9
     (True, True)
     """
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    count = check.count(n, "n")
     deep = effort == "deep"
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
-    region = domain if isinstance(domain, Domain) else Ball(domain)
-    statement = Statement(attention, region, count, 2.0)
+    statement = Statement(attention, domain, n, p)
     head = head_of(statement)
-    problem = {"head": head, "n": count, "atoms": atoms}
-    if count == 1 or head.v == 0.0:
+    problem = {"head": head, "n": n, "atoms": atoms}
+    if n == 1 or head.v == 0.0:
         return trivial(statement)
     family = SelfLogit.default(head)
     edges = np.linspace(0.0, 1.0, 25)
@@ -350,7 +350,7 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
     rows = _rows(problem, multipliers, family)
     found, _ = _search(rows, tol)
     return certify(
-        "joint",
+        "rows_and_columns",
         statement=replace(statement, options={"atoms": atoms, "target": found.value}),
         problem=problem | {"target": found.value},
         multipliers=multipliers,
@@ -359,14 +359,3 @@ def joint(attention: Any, domain: Domain | float, n: int, *, effort: str = "fast
         solver_value=head.v * math.exp(0.5 * found.seen),
         details={"column_sum": rows.T, "sigma": head.trace_sigma, "cells": found.cells},
     )
-
-
-@theorem(
-    "joint",
-    statement="rows and columns together: a program over the two tokens that move most",
-    hypotheses="softmax without a mask; any domain; n tokens; p = 2",
-    applies=every(softmax(masked=False), tokens(), order_two),
-    closed=False,
-)
-def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
-    return joint(attention, domain, n, effort=effort)

@@ -31,7 +31,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import THEOREMS, theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Seen, see
-from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_constant, two_largest
+from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_norm, two_largest
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens, unless
 from otattn.measures.domains import Ball, Domain
 
@@ -143,11 +143,11 @@ def row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, 
     r"""n tokens, p = 2: ``( sigma^2 + (alpha + sqrt(alpha^2 + beta^2)) / 2 )^{1/2}``.
 
     ``alpha = n phi^2 v^2 + 2 sqrt2 phi v sigma``, ``beta = 2 phi v sigma sqrt(n-2)``, ``phi =
-    row_constant(t)``; at most ``v (sqrt(n) phi(a) + a)`` on the ball. So the growth like ``R^2 sqrt(n)``
+    row_norm(t)``; at most ``v (sqrt(n) phi(a) + a)`` on the ball. So the growth like ``R^2 sqrt(n)``
     has the constant ``v ||A|| / sqrt2``, where the published bound has ``2 sqrt3 v ||A||``. Holds with and
     without a causal mask.
 
-    Proof. By the two-index argument of :func:`otattn.lipschitz.constants.rows.row_constant`,
+    Proof. By the two-index argument of :func:`otattn.lipschitz.constants.rows.row_norm`,
     ``|K_i eps| <= phi sqrt(s)`` with s the sum of the two largest ``|eps_j|^2``; ``|V C_i A eps_i| <= sigma
     |eps_i|``. Sum the squares of ``v phi sqrt(s) + sigma |eps_i|`` over i:
     :func:`otattn.lipschitz.constants.rows.two_largest`. A mask only restricts the points that a row sees.
@@ -168,7 +168,7 @@ def row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, 
 
 def row_bound_of(seen: Seen, n: int) -> Bound:
     """The row bound from the numbers of a region."""
-    phi = row_constant(seen.t)
+    phi = row_norm(seen.t)
     value = seen.v if n == 1 else two_largest(seen.v * phi, seen.sigma, n)
     details = {"row_constant": phi, "sigma": seen.sigma, "t": seen.t}
     return _bound(log(value), "row_bound", seen, n, 2.0, details)

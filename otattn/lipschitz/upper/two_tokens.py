@@ -39,6 +39,7 @@ from scipy.linalg import eigh
 from scipy.optimize import minimize
 
 from otattn._linalg import column_of, lambda_max_upper, norm_upper
+from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import top
@@ -50,9 +51,9 @@ from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise
 from otattn.lipschitz.constants.self_logit import UnitHead, head_of
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.upper.rows_and_columns import column_sum
-from otattn.measures.domains import Ball, Domain
+from otattn.measures.domains import Domain
 
-__all__ = ["pair"]
+__all__ = ["two_tokens"]
 
 Array = NDArray[np.float64]
 
@@ -158,14 +159,14 @@ def _reach(head: UnitHead, forms: _Forms) -> float:
     return 2.0 * (1.0 + 1e-12) * max(top(head.top), 1e-300) / forms.unit
 
 
-@problem_function("pair")
+@problem_function("two_tokens")
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0 or statement.n != 2:
         raise ValueError(f"n and p must be 2 for pair, received n = {statement.n}, p = {statement.p:g}.")
     return {"head": head_of(statement), "target": number(statement.options, "target", least=-math.inf)}
 
 
-@dual_function("pair", exact=True)
+@dual_function("two_tokens", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head: UnitHead = problem["head"]
     tau = multiplier(multipliers, "tau", multipliers["tau"].shape)
@@ -203,14 +204,23 @@ def _cut(forms: _Forms, r: float, b1: float, b2: float, start: Array) -> tuple[A
     return nu, tau, forms.scaled(nu, tau, ratio)
 
 
-def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bound:
+def _only_two(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return None if n == 2 else f"n must be 2, received {n}"
+
+
+@theorem(
+    "two_tokens",
+    statement="quadratic forms of two tokens under quadratic constraints",
+    hypotheses="softmax without a mask; any domain; two tokens; p = 2",
+    applies=every(softmax(masked=False), _only_two, order_two),
+    closed=False,
+    count=2,
+)
+def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
     """Upper bound of the Lipschitz constant of two tokens, for any A, V and bias, by branch and bound.
 
-    Parameters
-    ----------
-    attention : SoftmaxAttention
-    domain : Domain or float
-        A float is the radius of a ball; other domains are enclosed in one.
+    Other Parameters
+    ----------------
     effort : {"fast", "deep"}
         Gap of the branch and bound, 2 percent or 0.5 percent, and number of cutting planes.
 
@@ -219,15 +229,10 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
     Certificate
         Multipliers ``nu (K, 2)``, ``tau (K,)``, ``w (K, 3)``. A plain :class:`Bound` when V is zero.
 
-    Raises
-    ------
-    ValueError
-        Another kind of attention, or another effort.
-
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = pair(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), 1.0)
+    >>> bound = two_tokens(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), 1.0)
     >>> bound.value < 6.0, bound.verify()   # the general bounds give 18
     (True, True)
 
@@ -237,7 +242,7 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
     """
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    statement = Statement(attention, domain if isinstance(domain, Domain) else Ball(domain), 2, 2.0)
+    statement = Statement(attention, domain, n, p)
     head = head_of(statement)
     if head.v == 0.0:
         return trivial(statement)
@@ -275,7 +280,7 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
     # gradients that vanish have no logarithm
     target = max(found.value, -600.0)
     return certify(
-        "pair",
+        "two_tokens",
         statement=replace(statement, options={"target": target}),
         problem={"head": head, "target": target},
         multipliers={"nu": family.nu, "tau": family.tau, "w": family.w},
@@ -284,18 +289,3 @@ def pair(attention: Any, domain: Domain | float, *, effort: str = "fast") -> Bou
         solver_value=float(_bound(max(found.seen, -600.0), head, forms.unit)),
         details={"cells": found.cells, "members": len(members)},
     )
-
-
-def _two_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    return None if n == 2 else f"n must be 2, received {n}"
-
-
-@theorem(
-    "pair",
-    statement="quadratic forms of two tokens under quadratic constraints",
-    hypotheses="softmax without a mask; any domain; two tokens; p = 2",
-    applies=every(softmax(masked=False), _two_tokens, order_two),
-    closed=False,
-)
-def _best(attention: Any, domain: Domain, n: int, p: float, effort: str) -> Bound:
-    return pair(attention, domain, effort=effort)
