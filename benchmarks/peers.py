@@ -271,7 +271,7 @@ def attained(case: Case, Y: Array, softmax: bool) -> float:
     attention = case.attention if softmax else oa.SigmoidAttention(case.A, case.V)
 
     def norm(x: Array) -> float:
-        return -float(np.linalg.norm(attention.field_jacobian(x[None], Y)[0], 2))
+        return -float(np.linalg.norm(attention.field_certificate(x[None], Y)[0], 2))
 
     starts = [*np.random.default_rng(0).standard_normal((20, len(case.A))), np.zeros(len(case.A))]
     return max(max(-minimize(norm, s * z, method="Nelder-Mead").fun for s in (0.3, 3.0, 30.0)) for z in starts)
@@ -295,7 +295,7 @@ def frozen_fields(quick: bool) -> list[str]:
                 product = 0.25 * np.linalg.norm(inner, 2) * np.linalg.norm(outer / n, 2)
             seconds = time.perf_counter() - start
             if kind == "softmax":  # any measure on these points, any x
-                ours = oa.relaxations.field_jacobian(case.attention, oa.PointSet(Y)).value
+                ours = oa.relaxations.field_certificate(case.attention, domain=oa.PointSet(Y)).value
             else:  # slope at most 1/4 times the second moment about 0 of the points: |V y| |A^T y| at its largest
                 ours = 0.25 * float((np.linalg.norm(Y @ case.V.T, axis=1) * np.linalg.norm(Y @ case.A, axis=1)).max())
             low = attained(case, Y, kind == "softmax")
@@ -311,7 +311,7 @@ def frozen_fields(quick: bool) -> list[str]:
         "",
         "x -> Gamma_mu(x) for the uniform measure mu on n points of norm at most 2, x in all of R^d: a network W1 "
         "phi(W0 x) with W0 = Y A and W1 = V Y^T (over n for the sigmoid). *Any measure on the points* holds for "
-        "every weights on them, not only the uniform ones (softmax: `relaxations.field_jacobian`; sigmoid: the "
+        "every weights on them, not only the uniform ones (softmax: `relaxations.field_certificate`; sigmoid: the "
         "elementary bound max |V y| |A^T y| / 4). LipSDP: diagonal multipliers for the sigmoid, one multiplier "
         "(co-coercivity of softmax) for softmax, solved by Clarabel, value recomputed from the multipliers. For "
         "the sigmoid both are exact, each for its own question: LipSDP for the uniform measure, ours for every "

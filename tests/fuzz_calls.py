@@ -215,7 +215,7 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "attention": (3, lambda: g.attention()(g.points(), g.discrete())),
         "pushforward": (3, lambda: g.attention().pushforward(mu())),
         "jacobian": (2, lambda: g.attention().jacobian(mu()).to_dense()),
-        "field_jacobian": (2, lambda: g.attention().field_jacobian(g.points(), g.discrete())),
+        "field_certificate": (2, lambda: g.attention().field_certificate(g.points(), g.discrete())),
         "LayerNorm": (
             1,
             lambda: oa.LayerNorm(g.array(g.d), g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete()),
@@ -238,7 +238,7 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         ),
         "sweep": (0.2, lambda: oa.sweep(g.attention(), n=count(), n_pairs=g.number(1, 2), p=p(), progress=False)),
         "local_lipschitz": (2, lambda: oa.local_lipschitz(g.attention(), mu(), p=p()).value),
-        "local_upper_bound": (1, lambda: oa.local_upper_bound(g.attention(), mu()).value),
+        "at_measure_bound": (1, lambda: oa.at_measure_bound(g.attention(), mu()).value),
         "local_growth": (
             0.5,
             lambda: oa.local_growth([g.softmax()], g.array(2, 8, g.d), n_values=g.spoiled((2, 4, 8))).values,
@@ -267,14 +267,26 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             lambda: oa.bounds.castin2024_discrete(g.attention(), radius=size["radius"](), n=count()).value,
         ),
         "bounds.crossover": (0.3, lambda: oa.bounds.crossover(g.attention(), size["radius"]()).ours),
-        "relaxations.field_jacobian": (0.5, lambda: oa.relaxations.field_jacobian(g.attention(), g.domain()).value),
-        "relaxations.kappa": (0.3, lambda: oa.relaxations.kappa(g.attention(), g.domain()).value),
+        "relaxations.field_certificate": (
+            0.5,
+            lambda: oa.relaxations.field_certificate(g.attention(), domain=g.domain()).value,
+        ),
+        "relaxations.column_exponent": (
+            0.3,
+            lambda: oa.relaxations.column_exponent(g.attention(), domain=g.domain()).value,
+        ),
         "relaxations.local_ball": (
             0.5,
             lambda: oa.relaxations.local_ball(g.attention(), g.points(), g.number(0.01, 0.1, 0.0)).value,
         ),
-        "relaxations.mean_field": (0.05, lambda: oa.relaxations.mean_field(g.softmax(), size["radius"](), p=p()).value),
-        "relaxations.joint": (0.02, lambda: oa.relaxations.joint(g.softmax(), size["radius"](), count()).value),
+        "relaxations.mean_field": (
+            0.05,
+            lambda: oa.relaxations.mean_field(g.softmax(), radius=size["radius"](), p=p()).value,
+        ),
+        "relaxations.rows_and_columns": (
+            0.02,
+            lambda: oa.relaxations.rows_and_columns(g.softmax(), radius=size["radius"](), n=count()).value,
+        ),
         "check_gradient_flow": (0.3, lambda: oa.check_gradient_flow(g.attention(), mu(), rng=g.seed()).verdict),
         "energy_dissipation": (0.2, lambda: oa.energy_dissipation(g.attention(), g.discrete()).defect),
         "displacement_convexity": (
@@ -290,9 +302,9 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "bures_closedness": (0.5, lambda: oa.bures_closedness(g.attention(), g.symmetric(), rng=g.seed()).value),
         "relaxations.psd": (
             0.02,
-            lambda: oa.relaxations.psd(g.softmax(), size["radius"](), n=count(), effort=g.number("fast")).value,
+            lambda: oa.relaxations.psd(g.softmax(), radius=size["radius"](), n=count(), effort=g.number("fast")).value,
         ),
-        "relaxations.pair": (0.02, lambda: oa.relaxations.pair(g.softmax(), size["radius"]()).value),
+        "relaxations.two_tokens": (0.02, lambda: oa.relaxations.two_tokens(g.softmax(), radius=size["radius"]()).value),
         "flow": (
             0.5,
             lambda: (

@@ -39,8 +39,8 @@ from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
 from otattn.dynamics.trajectory import Trajectory
 from otattn.dynamics.velocity import Field, layer_at
-from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.table import table
+from otattn.lipschitz.theorem import THEOREMS
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 
 __all__ = ["FlowStability", "flow_stability", "radius_bound"]

@@ -69,7 +69,7 @@ from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.catalogue import Catalogue, theorems
 from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adversarial
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
-from otattn.lipschitz.local.at_measure import local_upper_bound
+from otattn.lipschitz.local.at_measure import at_measure_bound
 from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
@@ -86,6 +86,7 @@ __all__ = [
     "LocalLipschitz",
     "RealAgainstAdversarial",
     "adversarial_tokens",
+    "at_measure_bound",
     "bounds",
     "enclose_lipschitz",
     "enclosure_table",
@@ -95,7 +96,6 @@ __all__ = [
     "lipschitz_upper_bound",
     "local_growth",
     "local_lipschitz",
-    "local_upper_bound",
     "real_against_adversarial",
     "relaxations",
     "theorems",

@@ -14,8 +14,8 @@ from numpy.linalg import LinAlgError
 from otattn._tabular import html_table
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
-from otattn.lipschitz.catalogue import THEOREMS, Quantity, prove
 from otattn.lipschitz.containment import domain_contains
+from otattn.lipschitz.theorem import THEOREMS, Quantity, prove
 
 __all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "same_map", "stated"]
 

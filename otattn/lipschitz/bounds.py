@@ -1,7 +1,7 @@
 """The closed-form bounds, published and ours, one function a theorem; exposed as ``otattn.bounds``."""
 
 from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_norm
-from otattn.lipschitz.local.at_measure import local_upper_bound
+from otattn.lipschitz.local.at_measure import at_measure_bound
 from otattn.lipschitz.lower.published import (
     castin2024_discrete_lower,
     castin2024_large_radius,
@@ -24,6 +24,7 @@ from otattn.lipschitz.upper.unnormalised import pointwise_bound
 
 __all__ = [
     "Crossover",
+    "at_measure_bound",
     "castin2024_discrete",
     "castin2024_discrete_lower",
     "castin2024_large_radius",
@@ -41,7 +42,6 @@ __all__ = [
     "kim2021_l2",
     "l2_column_bound",
     "l2_row_bound",
-    "local_upper_bound",
     "masked_average_bound",
     "masked_column_bound",
     "masked_row_bound",

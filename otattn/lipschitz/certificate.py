@@ -22,7 +22,7 @@ from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
 from otattn.lipschitz.bound import Bound, Quantity
-from otattn.lipschitz.catalogue import check_count
+from otattn.lipschitz.theorem import check_count
 
 __all__ = ["Certificate", "Statement", "certify", "dual_function", "multiplier", "problem_function"]
 

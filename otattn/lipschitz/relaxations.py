@@ -6,7 +6,6 @@ from otattn.lipschitz.constants.field import field_certificate
 from otattn.lipschitz.constants.self_entropy import row_certificate, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
 from otattn.lipschitz.upper.mean_field import mean_field
-from otattn.lipschitz.upper.multi_head import multi_head
 from otattn.lipschitz.upper.near_tokens import local_ball
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
@@ -19,7 +18,6 @@ __all__ = [
     "interval_simplex",
     "local_ball",
     "mean_field",
-    "multi_head",
     "psd",
     "row_certificate",
     "rows_and_columns",

@@ -10,10 +10,10 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import THEOREMS, Theorem, check_count, prove, resolve_domain
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import largest_norm, see
 from otattn.lipschitz.lower import published as published_below
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, resolve_domain
 from otattn.lipschitz.upper import l2, masked, multi_head, published, rotary, unnormalised
 from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain

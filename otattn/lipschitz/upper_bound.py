@@ -12,10 +12,11 @@ from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import THEOREMS, Theorem, check_count, resolve_domain, theorems
-from otattn.lipschitz.catalogue import theorem as _theorem
+from otattn.lipschitz.catalogue import theorems
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, unmasked
 from otattn.lipschitz.table import closed_bounds, table
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, resolve_domain
+from otattn.lipschitz.theorem import theorem as _theorem
 from otattn.lipschitz.upper.multi_head import head_with_values, multi_head
 from otattn.measures import Domain
 

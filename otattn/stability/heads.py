@@ -9,8 +9,8 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz import bounds
-from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.local.value import splitting_part
+from otattn.lipschitz.theorem import THEOREMS
 from otattn.lipschitz.upper.rotary import rotary_row_bound
 from otattn.models.layer import ModelLayer
 from otattn.operators import measure_jacobian, top_singular

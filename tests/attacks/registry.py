@@ -14,7 +14,7 @@ from outcomes import Outcome
 from quantities import QUANTITIES
 from scalars import SCALARS, cancelling
 from transports import TRANSPORTS
-from upper import UPPER, several_heads
+from upper import UPPER, multihead, several_heads
 
 import otattn as oa
 from otattn import lipschitz
@@ -101,6 +101,7 @@ def promised() -> set[str]:
 
 VARIANTS: dict[str, Callable[[np.random.Generator], Outcome]] = {
     "lipschitz_upper_bound, several heads": several_heads,
+    "bounds.multi_head, given bounds": multihead,
     "stability_ratio, nearly equal tokens": nearly_equal,
     "Domain.max_affine_norm, offsets that cancel": cancelling,
 }
@@ -110,13 +111,13 @@ RUNS = {
     "Domain.max_affine_norm, offsets that cancel": 60,
     "stability_ratio, nearly equal tokens": 300,
     "Bound.rigorous_value": 4,
-    "relaxations.joint": 3,
+    "relaxations.rows_and_columns": 3,
     "relaxations.mean_field": 4,
-    "relaxations.pair": 1,
+    "relaxations.two_tokens": 1,
     "relaxations.psd": 1,
     "relaxations.self_entropy": 8,
-    "relaxations.row_constant": 8,
-    "relaxations.kappa": 10,
+    "relaxations.row_certificate": 8,
+    "relaxations.column_exponent": 10,
     "relaxations.interval_simplex": 20,
     "lipschitz_upper_bound": 5,
     "lipschitz_upper_bound, several heads": 6,

@@ -74,9 +74,9 @@ def _random_row(rng, t):
 
 
 def row_norm(rng: np.random.Generator) -> Outcome:
-    """``bounds.row_constant(t)``: rows of two and more points, weights of any kind."""
+    """``bounds.row_norm(t)``: rows of two and more points, weights of any kind."""
     t = 10 ** rng.uniform(-2, 3)
-    bound, best = B.row_constant(t), 0.0
+    bound, best = B.row_norm(t), 0.0
     for _ in range(30):
         _, d, y, g, p = _random_row(rng, t)
         M = np.concatenate([a * (np.eye(d) + np.outer(v - p @ y, g)) for a, v in zip(p, y, strict=True)], axis=1)
@@ -90,7 +90,7 @@ def row_norm(rng: np.random.Generator) -> Outcome:
         S = min(mp.mpf(1), 1 / (2 * T))
         return max(mp.mpf(best) * (1 - mp.mpf(10) ** -12), mp.sqrt((1 + (S + T * (1 - S * S)) ** 2) / 2))
 
-    return settled("bounds.row_constant", "number", bound, best, 30, sure, t)
+    return settled("bounds.row_norm", "number", bound, best, 30, sure, t)
 
 
 def hoelder(rng: np.random.Generator) -> Outcome:
@@ -198,7 +198,7 @@ def _norm_attacked(rng, where: Region, M, c, plain: bool, *, always: bool = Fals
 
 SCALARS: dict[str, Callable[[np.random.Generator], Outcome]] = {
     "relaxations.interval_simplex": covariance,
-    "bounds.row_constant": row_norm,
+    "bounds.row_norm": row_norm,
     "bounds.hoelder_constant": hoelder,
     "bounds.density_constant": density,
     "Domain.max_affine_norm": affine_norm,

@@ -116,7 +116,7 @@ def local_ball(rng: np.random.Generator) -> Outcome:
 
 def at_one_measure(rng: np.random.Generator) -> Outcome:
     """The bound at one measure against the Jacobian there and the field at its atoms."""
-    name = "local_upper_bound"
+    name = "at_measure_bound"
     q = problem(rng, kinds=ALL, heads=rng.random() < 0.4, masked=None)
     n = q.atoms
     z = rng.standard_normal((n, q.region.size)) * 10 ** rng.uniform(-1, 0.7)
@@ -125,7 +125,7 @@ def at_one_measure(rng: np.random.Generator) -> Outcome:
     about = (q, X.tolist(), w.tolist())
 
     def body() -> Outcome:
-        bound = asked(lambda: oa.local_upper_bound(q.ours, measure(q, X, w))).value
+        bound = asked(lambda: oa.at_measure_bound(q.ours, measure(q, X, w))).value
         with np.errstate(all="ignore"):
             value, eps = local_constant(q.map, X[None], w[None], 2)
             fields = field_jacobian(q.map, X[None], np.arange(n), X[None], w[None])[0]
@@ -157,14 +157,14 @@ def identity_head(head: Head, d: int, causal: bool) -> Any:
 
 def multihead(rng: np.random.Generator) -> Outcome:
     """Heads combined from bounds of theirs with the identity for values."""
-    name = "relaxations.multihead"
+    name = "bounds.multi_head, given bounds"
     q = problem(rng, kinds=SOFTMAX, heads=True, masked=None, any_measure=None)
 
     def body() -> Outcome:
         ones = [identity_head(h, q.map.dim, q.map.causal) for h in q.map.heads]
         tables = [asked(lambda one=one: oa.bounds.table(one, domain=q.region.domain, n=q.n)) for one in ones]
         bounds = [min((b for b in t if b.kind == "upper" and b.n == q.n), key=float) for t in tables]
-        bound = asked(lambda: oa.relaxations.multihead(q.ours, bounds)).value
+        bound = asked(lambda: oa.bounds.multi_head(q.ours, head_bounds=bounds)).value
         return below(name, q, bound, rng)
 
     return attempt(name, body, q.kind, q)
@@ -212,24 +212,28 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
             {**MASKED, "any_measure": False, "orders": ORDERS},
         ),
         ("bounds.masked_row_bound", on_domain(B.masked_row_bound), {**MASKED, "any_measure": False}),
-        ("bounds.multi_head_bound", on_domain(B.multi_head_bound), {**SEVERAL, "masked": None, "orders": ORDERS}),
+        ("bounds.multi_head", on_domain(B.multi_head), {**SEVERAL, "masked": None, "orders": ORDERS}),
         ("bounds.pointwise_bound", on_domain(B.pointwise_bound), {"kinds": ALL[-4:], "masked": None, "orders": ORDERS}),
         ("bounds.rotary_row_bound", on_domain(B.rotary_row_bound), {"kinds": ("rotary",), "any_measure": False}),
         ("bounds.table", on_domain(B.table), {"kinds": (*ALL, "rotary"), "masked": None, "orders": ORDERS}),
         (
-            "relaxations.joint",
-            lambda q: R.joint(q.ours, q.region.domain, q.n),
+            "relaxations.rows_and_columns",
+            lambda q: R.rows_and_columns(q.ours, domain=q.region.domain, n=q.n),
             {**ONE, **SMALL},
         ),
         (
             "relaxations.mean_field",
-            lambda q: R.mean_field(q.ours, q.region.domain, p=q.p),
+            lambda q: R.mean_field(q.ours, domain=q.region.domain, p=q.p),
             {"kinds": SOFTMAX, "any_measure": None, "orders": ORDERS, **SMALL},
         ),
-        ("relaxations.pair", lambda q: R.pair(q.ours, q.region.domain), {**ONE, "sizes": (2,), "dims": (1, 2, 3)}),
+        (
+            "relaxations.two_tokens",
+            lambda q: R.two_tokens(q.ours, domain=q.region.domain),
+            {**ONE, "sizes": (2,), "dims": (1, 2, 3)},
+        ),
         (
             "relaxations.psd",
-            lambda q: R.psd(q.ours, q.region.domain, n=q.n, effort="fast"),
+            lambda q: R.psd(q.ours, domain=q.region.domain, n=q.n, effort="fast"),
             {"kinds": ("softmax",), "forms": POSITIVE, "plain": True, "any_measure": False, **BALL, "sizes": (2, 3, 4)},
         ),
         (
@@ -242,9 +246,8 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
 UPPER |= {
     "Bound.rigorous_value": attack("Bound.rigorous_value", rigorous, **ONE, **SMALL),
     "relaxations.local_ball": local_ball,
-    "relaxations.multihead": multihead,
-    "local_upper_bound": at_one_measure,
-    "bounds.local_upper_bound": at_one_measure,
+    "at_measure_bound": at_one_measure,
+    "bounds.at_measure_bound": at_one_measure,
 }
 
 

@@ -22,7 +22,7 @@ from otattn.attention import (
 )
 from otattn.lipschitz import relaxations
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.upper.multihead import head_with_values
+from otattn.lipschitz.upper.multi_head import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
 
 rng = np.random.default_rng(11)
@@ -90,7 +90,7 @@ def closed_forms() -> dict[str, Maker]:
         for n, p in ((None, 1.0), (None, 2.0), (4, 3.0), (None, math.inf)):
             add(f"l2_column_bound-{place}-{n}-{p}", bounds.l2_column_bound, L2, domain=domain, n=n, p=p)
             for name, head in (("two", HEADS), ("mixed", SEVERAL)):
-                add(f"multi_head_bound-{name}-{place}-{n}-{p}", bounds.multi_head_bound, head, domain=domain, n=n, p=p)
+                add(f"multi_head-{name}-{place}-{n}-{p}", bounds.multi_head, head, domain=domain, n=n, p=p)
         for name, head in UNNORMALISED.items():
             add(f"pointwise_bound-{name}-{place}", bounds.pointwise_bound, head, domain=domain, p=2.0)
     for n in (1, 6):
@@ -112,15 +112,23 @@ def relaxed() -> dict[str, Maker]:
     out: dict[str, Maker] = {}
     for place, domain in DOMAINS.items():
         for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
-            out[f"field_jacobian-{name}-{place}"] = functools.partial(relaxations.field_jacobian, head, domain)
-            out[f"kappa-{name}-{place}"] = functools.partial(relaxations.kappa, head, domain)
+            out[f"field_certificate-{name}-{place}"] = functools.partial(
+                relaxations.field_certificate, head, domain=domain
+            )
+            out[f"kappa-{name}-{place}"] = functools.partial(relaxations.column_exponent, head, domain=domain)
             for n in (1, 5):
-                out[f"self_entropy-{name}-{place}-{n}"] = functools.partial(relaxations.self_entropy, head, domain, n)
-                out[f"row_constant-{name}-{place}-{n}"] = functools.partial(relaxations.row_constant, head, domain, n)
+                out[f"self_entropy-{name}-{place}-{n}"] = functools.partial(
+                    relaxations.self_entropy, head, domain=domain, n=n
+                )
+                out[f"row_constant-{name}-{place}-{n}"] = functools.partial(
+                    relaxations.row_certificate, head, domain=domain, n=n
+                )
     flat = SoftmaxAttention(A[:2, :2], V[:, :2])
-    out["field_jacobian-plane"] = functools.partial(relaxations.field_jacobian, flat, Box([-1.0, 0.2], [0.5, 0.9]))
-    out["field_jacobian-sdp"] = functools.partial(
-        relaxations.field_jacobian, SOFTMAX, DOMAINS["box"], solver="CLARABEL"
+    out["field_certificate-plane"] = functools.partial(
+        relaxations.field_certificate, flat, domain=Box([-1.0, 0.2], [0.5, 0.9])
+    )
+    out["field_certificate-sdp"] = functools.partial(
+        relaxations.field_certificate, SOFTMAX, domain=DOMAINS["box"], solver="CLARABEL"
     )
     out["interval_simplex"] = functools.partial(
         relaxations.interval_simplex, DOMAINS["points"].points, [0.1, 0.0, 0.2, 0.05], [0.6, 0.5, 0.9, 0.3]
@@ -133,14 +141,14 @@ def relaxed() -> dict[str, Maker]:
 def combined(values: str) -> Bound:
     """The multi-head relaxation from closed forms of its heads."""
     heads = [head_with_values(HEADS, h, None) if values == "identity" else HEADS.heads[h] for h in (0, 1)]
-    return relaxations.multihead(HEADS, [bounds.column_bound(head, radius=0.8, n=4) for head in heads])
+    return bounds.multi_head(HEADS, head_bounds=[bounds.column_bound(head, radius=0.8, n=4) for head in heads])
 
 
 def searched() -> dict[str, Maker]:
     """The relaxations by branch and bound: seconds each."""
     out: dict[str, Maker] = {
-        "psd": lambda: relaxations.psd(PSD, 1.0, n=3, effort="fast"),
-        "mean_field-psd": lambda: relaxations.mean_field(PSD, 1.0),
+        "psd": lambda: relaxations.psd(PSD, radius=1.0, n=3, effort="fast"),
+        "mean_field-psd": lambda: relaxations.mean_field(PSD, radius=1.0),
     }
     for name, head, domain in (
         ("plain", SOFTMAX, DOMAINS["ball"]),
@@ -148,10 +156,10 @@ def searched() -> dict[str, Maker]:
         ("plain", SOFTMAX, DOMAINS["points"]),
     ):
         place = type(domain).__name__
-        out[f"joint-{name}-{place}"] = functools.partial(relaxations.joint, head, domain, 4)
-        out[f"pair-{name}-{place}"] = functools.partial(relaxations.pair, head, domain)
+        out[f"rows_and_columns-{name}-{place}"] = functools.partial(relaxations.rows_and_columns, head, domain=domain, n=4)
+        out[f"two_tokens-{name}-{place}"] = functools.partial(relaxations.two_tokens, head, domain=domain)
         for p in (1.0, 2.0, 4.0, math.inf):
-            out[f"mean_field-{name}-{place}-{p}"] = functools.partial(relaxations.mean_field, head, domain, p=p)
+            out[f"mean_field-{name}-{place}-{p}"] = functools.partial(relaxations.mean_field, head, domain=domain, p=p)
     return out
 
 
@@ -160,7 +168,7 @@ def float_only() -> dict[str, Maker]:
     tokens = DOMAINS["points"].points
     return {
         "kim2021_l2": lambda: bounds.kim2021_l2(TIED, n=4),
-        "local_upper_bound": lambda: bounds.local_upper_bound(HEADS, tokens),
+        "at_measure_bound": lambda: bounds.at_measure_bound(HEADS, tokens),
         "local_ball": lambda: relaxations.local_ball(BIASED, tokens, 0.05),
         "local_ball-global": lambda: relaxations.local_ball(
             SOFTMAX, tokens, 0.5, global_bound=bounds.row_bound(SOFTMAX, radius=1.5, n=4)

@@ -5,7 +5,7 @@ import pytest
 
 import otattn as oa
 from otattn.lipschitz import catalogue
-from otattn.lipschitz.catalogue import THEOREMS, theorem
+from otattn.lipschitz.theorem import THEOREMS, theorem
 
 SOFTMAX = oa.SoftmaxAttention([[1.0, 0.3], [-0.2, 0.8]], [[0.9, 0.4], [0.1, -0.7]])
 MAPS = {
@@ -50,7 +50,7 @@ def test_what_is_said_to_apply_applies_and_the_rest_gives_its_reason(name: str, 
 
 
 def catalogue_prove(key, attention, domain, n, p):
-    from otattn.lipschitz.bound import prove
+    from otattn.lipschitz.theorem import prove
 
     return prove(key, attention, domain, n, p)
 
@@ -69,7 +69,7 @@ def test_the_catalogue_prints_and_lists_every_public_theorem() -> None:
         "crossover",
         "density_constant",
         "hoelder_constant",
-        "row_constant",
+        "row_norm",
         "table",
     }
     assert public - other == closed
@@ -83,7 +83,7 @@ def test_a_bound_for_any_measure_applies_to_tokens() -> None:
     assert rows["geshkovski2024_mean_field"]["applies"]
     assert rows["mean_field"]["applies"]
     assert not rows["castin2024_mean_field_lower"]["applies"]
-    assert rows["pair"]["reason"] == "n must be 2, received 7"
+    assert rows["two_tokens"]["reason"] == "n must be 2, received 7"
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def truth(attention, points, weights=None, *, splitting=True, factors=True):
 def holds(attention, points, weights=None):
     mu = points if weights is None else DiscreteMeasure(points, weights)
     w = None if weights is None else mu.weights
-    return truth(attention, points, w) <= mp.mpf(bounds.local_upper_bound(attention, mu).value) * (1 + mp.mpf(1e-15))
+    return truth(attention, points, w) <= mp.mpf(bounds.at_measure_bound(attention, mu).value) * (1 + mp.mpf(1e-15))
 
 
 def ball_holds(attention, tokens):
@@ -157,7 +157,7 @@ def test_squares_of_the_values_underflow(size):
     V = size * EYE
     for attention in (SoftmaxAttention(EYE, V), L2Attention(EYE, EYE, V), *(kind(EYE, V) for kind in POINTWISE)):
         assert holds(attention, TOKENS)
-        assert bounds.local_upper_bound(attention, TOKENS).value < 100 * size
+        assert bounds.at_measure_bound(attention, TOKENS).value < 100 * size
     assert ball_holds(SoftmaxAttention(EYE, V), TOKENS)
     assert local_ball(SoftmaxAttention(EYE, V), TOKENS, 0.1).value < 100 * size
 
@@ -166,13 +166,13 @@ def test_squares_of_the_values_underflow(size):
 def test_squares_of_small_logits_underflow(kind):
     attention = kind(EYE, EYE)
     assert holds(attention, 1e-90 * TOKENS)
-    assert bounds.local_upper_bound(attention, 1e-90 * TOKENS).value < 1e-177
+    assert bounds.at_measure_bound(attention, 1e-90 * TOKENS).value < 1e-177
 
 
 @pytest.mark.parametrize("kind", [SigmoidAttention, ExponentialAttention])
 def test_what_underflows_is_positive(kind):
     attention = kind([[-1000.0]], [[1.0]])
-    assert 0.0 < bounds.local_upper_bound(attention, [[1.0]]).value < 1e-300
+    assert 0.0 < bounds.at_measure_bound(attention, [[1.0]]).value < 1e-300
     several = MultiHeadAttention([attention, attention], [[[0.1]], [[0.1]]])
     assert holds(several, np.array([[1.0]]))
 
@@ -182,7 +182,7 @@ def test_atoms_that_a_row_does_not_see_do_not_scale_it():
     for unseen in (600.0, 900.0):
         attention = MaskedAttention(ExponentialAttention([[-300.0, -650.0], [unseen, -650.0]], EYE))
         assert holds(attention, EYE)
-        assert bounds.local_upper_bound(attention, EYE).value < 1e-120
+        assert bounds.at_measure_bound(attention, EYE).value < 1e-120
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -23,7 +23,9 @@ from otattn.attention import (
 from otattn.lipschitz import Bound, adversarial_tokens, bounds, lipschitz_lower_bound, lipschitz_upper_bound
 from otattn.lipschitz.constants.rows import density_constant
 from otattn.lipschitz.lower.clusters import cluster_constant
+from otattn.lipschitz.theorem import THEOREMS
 from otattn.lipschitz.upper.masked import masked_column_sum
+from otattn.measures import Ball
 
 A, V = np.array([[1.0, 0.5], [-0.3, 0.8]]), np.array([[1.0, 0.2], [0.0, 0.7]])
 SOFTMAX, L2 = SoftmaxAttention(A, V), L2Attention(np.eye(2), np.eye(2), V)
@@ -50,7 +52,7 @@ CALLS: list[tuple[str, dict[str, Any], AttentionMap]] = [
     ("masked_column_bound", {"radius": 4.0, "p": 1}, MASKED),
     ("masked_row_bound", {"radius": 1.0}, MASKED),
     ("masked_row_bound", {"radius": 4.0}, MASKED),
-    ("multi_head_bound", {"radius": 1.0}, HEADS),
+    ("multi_head", {"radius": 1.0}, HEADS),
     ("pointwise_bound", {"radius": 1.0}, SigmoidAttention(A, V)),
     ("rotary_row_bound", {"radius": 1.0}, RotaryAttention(np.eye(2), np.eye(2), V)),
     ("row_bound", {"radius": 1.0}, SOFTMAX),
@@ -70,7 +72,9 @@ def peak(call: Callable[[], object]) -> tuple[object, float]:
 
 def test_every_bound_that_takes_a_number_of_tokens_is_listed() -> None:
     takes = {name for name in bounds.__all__ if "n" in inspect.signature(getattr(bounds, name)).parameters}
-    assert takes == {name for name, _, _ in CALLS} | {"table", "density_constant"}
+    without = {key for key, t in THEOREMS.items() if t.reason(SOFTMAX, Ball(1.0), 7, 2.0) is not None}
+    fixed = {"field_bound"} | {name for name in without if name.endswith(("mean_field", "mean_field_lower"))}
+    assert takes - fixed == {name for name, _, _ in CALLS} | {"table", "density_constant"}
 
 
 @pytest.mark.parametrize(("name", "options", "attention"), CALLS, ids=[f"{c[0]}-{i}" for i, c in enumerate(CALLS)])
@@ -86,7 +90,12 @@ def test_any_number_of_tokens_costs_the_same(name: str, options: dict[str, Any],
     if name not in FALLING:
         # the constant grows with the number of tokens, and so does each bound of it; 1e-9 for the margins of rounding
         assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(values))
-    if inspect.signature(function).parameters["n"].default is None and not attention.causal:
+    region = None if name == "kim2021_l2" else Ball(1.0)
+    if (
+        name not in FALLING
+        and THEOREMS[name].reason(attention, region, None, options.get("p", 2.0)) is None
+        and not attention.causal
+    ):
         # n tokens are a measure
         assert values[-1] <= function(attention, **options).value * (1 + 1e-9)
 
@@ -128,7 +137,7 @@ def test_masked_column_sum_of_wide_logits_counts_rows(spread: float) -> None:
 def test_masked_row_sum_against_all_of_its_terms(radius: float) -> None:
     masked, n = MaskedAttention(SoftmaxAttention([[1.0]], [[1.0]])), 60_000
     t = radius**2
-    phi2 = bounds.row_constant(t) ** 2
+    phi2 = bounds.row_norm(t) ** 2
     exact = math.fsum(min(phi2, density_constant(t, i)[0] ** 2 / i) for i in range(1, n + 1))
     total = bounds.masked_row_bound(masked, radius=radius, n=n).details["row_sum"]
     # blocks of 1/64 of their length, and one Psi for all rows of a block or beyond the last
@@ -141,7 +150,7 @@ def test_rows_beyond_the_blocks_take_the_better_of_two_bounds() -> None:
     t, n = 12.4, 10**13
     total = bounds.masked_row_bound(masked, radius=math.sqrt(t), n=n).details["row_sum"]
     psi2 = density_constant(t, n)[0] ** 2
-    assert total <= 0.7 * min(n * bounds.row_constant(t) ** 2, psi2 * math.log(n / 20_000))
+    assert total <= 0.7 * min(n * bounds.row_norm(t) ** 2, psi2 * math.log(n / 20_000))
     # Psi grows with i, so what is bounded is at least the terms with Psi_m for rows beyond m
     m, later = 10**11, density_constant(t, 10**11)[0] ** 2
     assert total >= later * math.log(n / (m + 1.0))

@@ -259,15 +259,17 @@ def test_the_bias_enters_the_self_entropy_once(size, offset):
         g = a * z + offset
         least = float((g**2 - np.maximum(g * z - tau, 0.0) ** 2).max())
         head = SoftmaxAttention([[a]], [[1.0]], bias=[offset])
-        found = relaxations.self_entropy(head, Ball(1.0), n).value
+        found = relaxations.self_entropy(head, domain=Ball(1.0), n=n).value
         assert least * (1.0 - 1e-12) <= found <= 1.25 * least + 1e-9
 
 
 @pytest.mark.parametrize("alpha", [-1.0, 0.5, 2.0])
 def test_a_solver_proposes_the_multiplier_of_the_column_sums(alpha):
     head = SoftmaxAttention(alpha * np.eye(2), np.eye(2), bias=[0.7, -0.2])
-    search = relaxations.kappa(head, Ball(1.5))
-    assert relaxations.kappa(head, Ball(1.5), solver="CLARABEL").value == pytest.approx(search.value, rel=1e-6)
+    search = relaxations.column_exponent(head, domain=Ball(1.5))
+    assert relaxations.column_exponent(head, domain=Ball(1.5), solver="CLARABEL").value == pytest.approx(
+        search.value, rel=1e-6
+    )
 
 
 def test_a_local_bound_whose_square_leaves_float64():
@@ -275,7 +277,7 @@ def test_a_local_bound_whose_square_leaves_float64():
     mu = DiscreteMeasure([[0.0365, -0.2858], [0.278, 0.0754]], [0.44, 0.56])
     attention = ExponentialAttention([[3029.1, 794.0], [-6616.4, -1734.3]], [[-1.3, -0.4]])
     local = local_lipschitz(attention, mu).value
-    assert 1e250 < local <= bounds.local_upper_bound(attention, mu).value <= 2.0 * local
+    assert 1e250 < local <= bounds.at_measure_bound(attention, mu).value <= 2.0 * local
 
 
 @pytest.mark.parametrize("kind", [LinearAttention, ExponentialAttention])
@@ -283,7 +285,7 @@ def test_a_local_bound_counts_what_cancels(kind):
     """One token with ``h U + h' v g^T = 0``: the row's part of the bound is all rounding."""
     x = np.array([[1.7]])
     attention = kind([[-1.0 / 1.7**2]], [[1.0]]) if kind is ExponentialAttention else kind([[1.0]], [[1e-9]])
-    value = bounds.local_upper_bound(attention, x).value
+    value = bounds.at_measure_bound(attention, x).value
     assert local_lipschitz(attention, x).value <= value <= 3.0 * local_lipschitz(attention, x).value + 1e-6
 
 
@@ -291,7 +293,7 @@ def test_a_cluster_far_from_the_mean_keeps_its_covariance():
     """A row that sees one atom only: its covariance is a difference of second moments that cancel."""
     points = np.array([[0.0, 0.0], [1e6, 0.0], [1e6, 1.0]])
     attention = SoftmaxAttention(np.array([[1e-5, 0.0], [0.0, 3.0]]), np.eye(2))
-    assert local_lipschitz(attention, points).value <= bounds.local_upper_bound(attention, points).value
+    assert local_lipschitz(attention, points).value <= bounds.at_measure_bound(attention, points).value
 
 
 def test_published_bound_on_a_domain_of_subnormal_size():

@@ -12,7 +12,7 @@ import pytest
 import otattn.lipschitz
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz import bounds
-from otattn.lipschitz.constants.rows import density_constant, row_constant
+from otattn.lipschitz.constants.rows import density_constant, row_norm
 
 Array = np.ndarray
 Function = Callable[[Array], Array]
@@ -112,7 +112,7 @@ def test_the_third_estimate_fails_for_antipodal_atoms() -> None:
         ratio = abs(value(-R + h) - value(-R)) / (h / mp.sqrt(n))
     assert ratio > 9.99
     t = 9.0
-    assert ratio <= min(math.sqrt(n) * row_constant(t), density_constant(t, n)[0])
+    assert ratio <= min(math.sqrt(n) * row_norm(t), density_constant(t, n)[0])
 
 
 def test_the_constant_of_one_query_grows_like_the_root_of_n() -> None:
@@ -120,7 +120,7 @@ def test_the_constant_of_one_query_grows_like_the_root_of_n() -> None:
     x = np.array([R, 0.0])
     anchors = np.array([[0.0, R], [0.0, -R]])
     y = np.concatenate([anchors, np.tile([R, 0.0], (n - 2, 1))])
-    holds = min(math.sqrt(n) * row_constant(9.0), density_constant(9.0, n)[0])
+    holds = min(math.sqrt(n) * row_norm(9.0), density_constant(9.0, n)[0])
     assert 63.0 < constant(A, x, y) <= holds < 64.3
     # the derivative is that of the image
     h = 1e-5
@@ -138,7 +138,7 @@ def test_the_corrected_estimate_holds_on_random_atoms() -> None:
         atoms = np.array(y)
         x, atoms = (z * np.minimum(1.0, R / np.linalg.norm(z, axis=-1, keepdims=True)) for z in (x, atoms))
         t = float(np.linalg.norm(A @ x)) * R
-        assert constant(A, x, atoms) <= min(math.sqrt(n) * row_constant(t), density_constant(t, n)[0])
+        assert constant(A, x, atoms) <= min(math.sqrt(n) * row_norm(t), density_constant(t, n)[0])
 
 
 # 3. the degree of tied L2 attention

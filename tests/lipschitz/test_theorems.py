@@ -39,14 +39,14 @@ def _norm(attention, X, weights=None):
 
 
 def test_row_constant_closed_form():
-    assert bounds.row_constant(0.0) == bounds.row_constant(0.5) == 1.0
+    assert bounds.row_norm(0.0) == bounds.row_norm(0.5) == 1.0
     for t in (0.6, 1.0, 5.0, 1e3):
         s = np.linspace(0.0, 1.0, 200_001)
         grid = np.sqrt((1.0 + (s + t * (1.0 - s * s)) ** 2) / 2.0).max()
-        assert grid <= bounds.row_constant(t)
+        assert grid <= bounds.row_norm(t)
         # the grid misses the maximiser by up to 2.5e-6, the maximum by t times its square
-        assert bounds.row_constant(t) == pytest.approx(grid, rel=1e-10)
-    assert bounds.row_constant(1e200) == pytest.approx(1e200 / math.sqrt(2.0))
+        assert bounds.row_norm(t) == pytest.approx(grid, rel=1e-10)
+    assert bounds.row_norm(1e200) == pytest.approx(1e200 / math.sqrt(2.0))
 
 
 def test_row_constant_is_attained():
@@ -55,7 +55,7 @@ def test_row_constant_is_attained():
     s = 1.0 / (2.0 * t)
     p = np.array([(1 + s) / 2, (1 - s) / 2])
     row = p * (1.0 + t * (np.array([1.0, -1.0]) - s))
-    assert np.linalg.norm(row) == pytest.approx(bounds.row_constant(t), rel=OUTWARD)
+    assert np.linalg.norm(row) == pytest.approx(bounds.row_norm(t), rel=OUTWARD)
 
 
 def test_row_constant_bounds_random_rows():
@@ -69,7 +69,7 @@ def test_row_constant_bounds_random_rows():
         t = float(np.linalg.norm(g))
         B = np.eye(d) + (y - p @ y)[:, :, None] * g
         row = (p[:, None, None] * B).transpose(1, 0, 2).reshape(d, -1)
-        assert np.linalg.norm(row, 2) <= bounds.row_constant(t)
+        assert np.linalg.norm(row, 2) <= bounds.row_norm(t)
         for order in (1.0, 1.4, 2.0, 4.0, INF):
             dual = INF if order == 1.0 else order / (order - 1.0) if order < INF else 1.0
             u = rng.standard_normal(d)
@@ -259,7 +259,7 @@ def test_softmax_formulas_on_the_ball():
     A, V, R = np.diag([2.0, -1.0, 0.5]), np.eye(3), 1.5
     a = 2.0 * R * R
     softmax, masked = SoftmaxAttention(A, V), MaskedAttention(SoftmaxAttention(A, V))
-    phi = bounds.row_constant(a)
+    phi = bounds.row_norm(a)
     kappa = column_exponent(A, None, R)
     for n in (2, 3, 50):
         alpha = n * phi**2 + 2 * math.sqrt(2) * phi * a
@@ -308,7 +308,7 @@ def test_long_masked_sums_are_bounded_by_integrals():
     assert exact <= value <= exact * (1 + 1e-5)
     rows = bounds.masked_row_bound(masked, radius=1.0, n=n).details["row_sum"]
     i = np.array([1.0 * k for k in range(1, 2001)])
-    part = sum(min(bounds.row_constant(a) ** 2, density_constant(a, int(k))[0] ** 2 / k) for k in i)
+    part = sum(min(bounds.row_norm(a) ** 2, density_constant(a, int(k))[0] ** 2 / k) for k in i)
     tail = density_constant(a, 2000)[0] ** 2 * float(np.sum(1.0 / np.arange(2001, n + 1)))
     # blocks of 1/64 of their length, and Psi_n against Psi_2000
     assert part + tail <= rows <= (part + tail) * 1.02
@@ -372,7 +372,7 @@ def test_heads_of_orthogonal_outputs_do_not_add_up():
     V = rng.standard_normal((2, 4))
     heads = [SoftmaxAttention(M, V) for M in A]
     outputs = [np.eye(4)[:, :2], np.eye(4)[:, 2:]]
-    joint = bounds.multi_head_bound(MultiHeadAttention(heads, outputs), radius=1.0, n=5)
+    joint = bounds.multi_head(MultiHeadAttention(heads, outputs), radius=1.0, n=5)
     singles = [
         min(b.value for b in bounds.table(head, radius=1.0, n=5) if b.kind == "upper" and b.reference == "otattn")
         for head in heads
@@ -388,13 +388,13 @@ def test_one_head_of_many_is_that_head():
     for p in (1, 2, INF):
         table = bounds.table(head, radius=1.0, n=4, p=p)
         single = min(b.value for b in table if b.kind == "upper")
-        multi = bounds.multi_head_bound(MultiHeadAttention([head]), radius=1.0, n=4, p=p).value
+        multi = bounds.multi_head(MultiHeadAttention([head]), radius=1.0, n=4, p=p).value
         assert multi == pytest.approx(single, rel=1e-10)
     nested = MultiHeadAttention([MultiHeadAttention([head], [2.0 * np.eye(3)])], [np.eye(3)[:2]])
     expected = min(
         b.value for b in bounds.table(SoftmaxAttention(head.A, 2.0 * head.V[:2]), radius=1.0, n=4) if b.kind == "upper"
     )
-    assert bounds.multi_head_bound(nested, radius=1.0, n=4).value == pytest.approx(expected, rel=1e-10)
+    assert bounds.multi_head(nested, radius=1.0, n=4).value == pytest.approx(expected, rel=1e-10)
 
 
 # laws
@@ -472,7 +472,7 @@ def test_zero_matrices():
     for p in (1, 1.5, 2, 3, INF):
         assert bounds.column_bound(mean, radius=1.0, p=p).value == pytest.approx(1.0, rel=OUTWARD)
     assert bounds.pointwise_bound(LinearAttention(O, V), radius=1.0).value == 0.0
-    assert bounds.local_upper_bound(SoftmaxAttention(A, O), np.eye(2)).value == 0.0
+    assert bounds.at_measure_bound(SoftmaxAttention(A, O), np.eye(2)).value == 0.0
 
 
 def test_bounds_grow_with_n_and_with_the_domain():
@@ -591,18 +591,18 @@ def test_local_bound_is_attained_and_scales():
     # all tokens equal: the Jacobian of n equal tokens has norm v (they move together)
     V = np.diag([2.0, 1.0])
     X = np.repeat([[0.3, -0.4]], 5, axis=0)
-    b = bounds.local_upper_bound(SoftmaxAttention(np.diag([3.0, -1.0]), V), X)
+    b = bounds.at_measure_bound(SoftmaxAttention(np.diag([3.0, -1.0]), V), X)
     assert b.value == pytest.approx(2.0, rel=1e-9)
     assert b.kind == "upper"
     rng = np.random.default_rng(15)
     A, V, X = rng.standard_normal((3, 3)), rng.standard_normal((2, 3)), rng.standard_normal((7, 3))
-    base = bounds.local_upper_bound(SoftmaxAttention(A, V), X).value
+    base = bounds.at_measure_bound(SoftmaxAttention(A, V), X).value
     for t in (1e-6, 1e6):
-        same = bounds.local_upper_bound(SoftmaxAttention(A * t, V / t), X / math.sqrt(t)).value
+        same = bounds.at_measure_bound(SoftmaxAttention(A * t, V / t), X / math.sqrt(t)).value
         assert same * t == pytest.approx(base, rel=1e-9)
     # a far cloud is the same cloud with a bias
-    far = bounds.local_upper_bound(SoftmaxAttention(A, V), X + 100.0).value
-    near = bounds.local_upper_bound(SoftmaxAttention(A, V, bias=A @ np.full(3, 100.0)), X).value
+    far = bounds.at_measure_bound(SoftmaxAttention(A, V), X + 100.0).value
+    near = bounds.at_measure_bound(SoftmaxAttention(A, V, bias=A @ np.full(3, 100.0)), X).value
     assert far == pytest.approx(near, rel=1e-7)  # the rounding of a cloud far from the origin is counted
 
 
@@ -610,11 +610,11 @@ def test_local_bound_sees_the_measure_and_not_its_list_of_atoms():
     rng = np.random.default_rng(16)
     attention = SoftmaxAttention(rng.standard_normal((3, 3)), rng.standard_normal((2, 3)))
     X = rng.standard_normal((3, 3))
-    doubled = bounds.local_upper_bound(attention, np.repeat(X, [2, 1, 3], axis=0)).value
-    merged = bounds.local_upper_bound(attention, DiscreteMeasure(X, [2 / 6, 1 / 6, 3 / 6])).value
+    doubled = bounds.at_measure_bound(attention, np.repeat(X, [2, 1, 3], axis=0)).value
+    merged = bounds.at_measure_bound(attention, DiscreteMeasure(X, [2 / 6, 1 / 6, 3 / 6])).value
     assert doubled == pytest.approx(merged, rel=1e-12)
     ghost = DiscreteMeasure(np.vstack([X, [[1e3, 0, 0]]]), [2 / 6, 1 / 6, 3 / 6, 0.0])
-    assert bounds.local_upper_bound(attention, ghost).value == pytest.approx(merged, rel=1e-12)
+    assert bounds.at_measure_bound(attention, ghost).value == pytest.approx(merged, rel=1e-12)
 
 
 def test_local_bound_of_l2_attention_keeps_the_cross_term():
@@ -624,7 +624,7 @@ def test_local_bound_of_l2_attention_keeps_the_cross_term():
         attention = L2Attention(2 * rng.standard_normal((d, d)), 2 * rng.standard_normal((d, d)), np.eye(d))
         X = rng.standard_normal((5, d))
         w = rng.dirichlet(np.ones(5))
-        assert _norm(attention, X, w) <= bounds.local_upper_bound(attention, DiscreteMeasure(X, w)).value
+        assert _norm(attention, X, w) <= bounds.at_measure_bound(attention, DiscreteMeasure(X, w)).value
 
 
 def test_local_bound_at_the_kink_of_relu():
@@ -634,7 +634,7 @@ def test_local_bound_at_the_kink_of_relu():
         B = rng.standard_normal((3, 3))
         attention = ReLUAttention(B - B.T, rng.standard_normal((2, 3)))
         X = np.repeat(rng.standard_normal((1, 3)), 3, axis=0)
-        upper = bounds.local_upper_bound(attention, X).value
+        upper = bounds.at_measure_bound(attention, X).value
         for Y in (X, X + 1e-9 * rng.standard_normal(X.shape), X * (1 + 1e-9)):
             fields = np.linalg.norm(attention.field_jacobian(Y, Y), ord=2, axis=(1, 2)).max()
             assert max(_norm(attention, Y), float(fields)) <= upper * (1 + 1e-7)  # Y differs from X by 1e-9
@@ -717,9 +717,9 @@ def test_hypotheses_are_checked():
         (lambda: bounds.l2_row_bound(softmax, radius=1.0, n=2), "SoftmaxAttention"),
         (lambda: bounds.l2_column_bound(MaskedAttention(l2), radius=1.0), "without a mask"),
         (lambda: bounds.pointwise_bound(softmax, radius=1.0), "sigmoid, ReLU, linear or exponential"),
-        (lambda: bounds.multi_head_bound(SinkhornAttention(np.eye(2), np.eye(2)), radius=1.0), "Sinkhorn"),
-        (lambda: bounds.multi_head_bound(MaskedAttention(MultiHeadAttention([softmax])), radius=1.0, p=1), "give n"),
-        (lambda: bounds.local_upper_bound(SinkhornAttention(np.eye(2), np.eye(2)), np.eye(2)), "Sinkhorn"),
+        (lambda: bounds.multi_head(SinkhornAttention(np.eye(2), np.eye(2)), radius=1.0), "Sinkhorn"),
+        (lambda: bounds.multi_head(MaskedAttention(MultiHeadAttention([softmax])), radius=1.0, p=1), "give n"),
+        (lambda: bounds.at_measure_bound(SinkhornAttention(np.eye(2), np.eye(2)), np.eye(2)), "Sinkhorn"),
         (lambda: bounds.field_bound(l2, radius=1.0), "SoftmaxAttention"),
     ]
     for call, message in cases:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import prove
 from otattn.lipschitz.certificate import Statement
+from otattn.lipschitz.theorem import prove
 
 __all__ = ["integer", "number", "trivial"]
 

@@ -28,7 +28,6 @@ from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmet
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -48,6 +47,7 @@ from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_sear
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
 from otattn.lipschitz.constants.regions import Region
 from otattn.lipschitz.hypotheses import softmax
+from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, Domain
 
 __all__ = ["column_exponent"]

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from otattn._linalg import lambda_max_upper, product_error
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import product
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -40,6 +39,7 @@ from otattn.lipschitz.constants._field_hull import box_field, points_field, unit
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
 from otattn.lipschitz.hypotheses import softmax
+from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
 
 __all__ = ["field_certificate"]

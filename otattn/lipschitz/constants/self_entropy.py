@@ -41,7 +41,6 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, least
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -63,6 +62,7 @@ from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_norm as phi
 from otattn.lipschitz.constants.self_logit import entropy_gap
 from otattn.lipschitz.hypotheses import every, softmax, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, Box, Domain
 
 __all__ = ["row_certificate", "self_entropy"]

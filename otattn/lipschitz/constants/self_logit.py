@@ -40,11 +40,11 @@ from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top, up
-from otattn.lipschitz.catalogue import resolve_domain
 from otattn.lipschitz.certificate import Statement, multiplier
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.quadratic import max_norm_product
 from otattn.lipschitz.constants.regions import see
+from otattn.lipschitz.theorem import resolve_domain
 from otattn.measures.domains import Ball, Domain
 
 __all__ = [

@@ -35,7 +35,6 @@ from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import LEAST
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -46,6 +45,7 @@ from otattn.lipschitz.certificate import (
 )
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
+from otattn.lipschitz.theorem import theorem
 
 __all__ = ["IntervalSimplex", "interval_simplex", "threshold_bounds"]
 

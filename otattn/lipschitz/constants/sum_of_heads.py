@@ -111,7 +111,7 @@ def _shares(grams: Array) -> Array:
         return value, s * (slope - float(s @ slope))
 
     best, lowest = z, unit
-    for tau in (0.05, 0.003, 0.0002) if size <= 64 else (0.05, 0.005):
+    for tau in (0.05, 0.003, 2e-4, 1e-5, 1e-6) if size <= 64 else (0.05, 0.005):
         options = {"maxiter": 60 if size <= 64 else 6}
         z = minimize(smoothed, z, args=(tau,), jac=True, method="L-BFGS-B", options=options).x
         top = float(np.linalg.eigvalsh(np.einsum("hij,h->ij", grams, 1.0 / _simplex(z)))[-1])

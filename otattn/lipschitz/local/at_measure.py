@@ -17,11 +17,11 @@ from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention, SigmoidAttention
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, safe_exp, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import prove, theorem
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, sum_of_heads
+from otattn.lipschitz.theorem import prove, theorem
 
-__all__ = ["local_upper_bound"]
+__all__ = ["at_measure_bound"]
 
 Array = NDArray[np.float64]
 BLOCK_BYTES = 64 * 2**20
@@ -32,7 +32,7 @@ _WIDEST = 100.0
 """Logits that rounded by more than this leave nothing to bound."""
 
 
-def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
+def at_measure_bound(attention: AttentionMap, mu: Any) -> Bound:
     r"""An upper bound of the ``W_2`` local constant at ``mu``, without forming the Jacobian.
 
     Softmax: ``( max_j sum_i w_i P_ij lambda_i / w_j )^{1/2} + max_i ||V C_i A||``,
@@ -48,7 +48,7 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     V^T )``, ``H = K^T K``, ``g_ij = 2 K^T (Q x_i - K x_j)``, and ``||V C_i 2 K^T Q||``. Unnormalised: ``(
     sum_i w_i lambda_i )^{1/2} + max_i ||V sum_j w_j h'_ij x_j x_j^T A||`` with ``lambda_i = lambda_max(
     sum_j w_j V B_ij B_ij^T V^T )``, ``B_ij = h_ij I + h'_ij x_j g_i^T``. Several heads: the smaller of the
-    sum of their bounds and (for d up to 32) the combination of ``multi_head_bound``.
+    sum of their bounds and (for d up to 32) the combination of ``multi_head``.
 
     Rounding: values, keys, queries and logits differ from the floats by what each is made of, however much of it
     cancels. Weights ``P'`` within a factor t of P have ``sum_j P'_ij B B^T <= t sum_j P_ij B B^T`` and covariances within
@@ -73,7 +73,7 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> local_upper_bound(SoftmaxAttention([[1.0]], [[1.0]]), [[0.0], [0.0]]).value
+    >>> at_measure_bound(SoftmaxAttention([[1.0]], [[1.0]]), [[0.0], [0.0]]).value
     1.000...
 
     References
@@ -81,7 +81,7 @@ def local_upper_bound(attention: AttentionMap, mu: Any) -> Bound:
     otattn, local bound; costs ``n^2 e^2`` operations a head.
     """
     measure = attention.as_measure(mu)
-    return prove("local_upper_bound", attention, measure, measure.n, 2.0)
+    return prove("at_measure_bound", attention, measure, measure.n, 2.0)
 
 
 def _at_measure(attention: AttentionMap, measure: Any, n: int | None, p: float) -> str | None:
@@ -96,7 +96,7 @@ def _at_measure(attention: AttentionMap, measure: Any, n: int | None, p: float) 
 
 
 @theorem(
-    "local_upper_bound",
+    "at_measure_bound",
     statement="(max_j sum_i w_i P_ij lambda_i / w_j)^{1/2} + max_i ||V C_i A||",
     hypotheses="softmax, L2, unnormalised, several heads, masked or not; one measure; p = 2",
     applies=every(sum_of_heads, _at_measure, order_two),
@@ -120,7 +120,7 @@ def _local_upper(attention: AttentionMap, measure: Measure, n: int | None, p: fl
         "upper",
         domain=measure,
         n=measure.n,
-        theorem="local_upper_bound",
+        theorem="at_measure_bound",
         quantity="local",
         details={"head_bounds": [float(c) for c in parts]},
     )

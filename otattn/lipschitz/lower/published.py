@@ -13,9 +13,9 @@ from otattn.attention import AttentionMap
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bias, order_two, softmax, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["castin2024_discrete_lower", "castin2024_large_radius", "castin2024_mean_field_lower"]

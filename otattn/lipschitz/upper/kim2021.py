@@ -14,9 +14,9 @@ from otattn._linalg import spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens, unmasked
+from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["kim2021_dot_product", "kim2021_l2"]

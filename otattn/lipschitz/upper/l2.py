@@ -23,11 +23,11 @@ from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_norm, two_largest
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.masked import masked_column_sum
 from otattn.lipschitz.upper.softmax import column_log, outward
 from otattn.measures.domains import Domain

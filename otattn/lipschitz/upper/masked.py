@@ -18,10 +18,10 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import Seen
 from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_norm
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import column_bound_of, outward, row_bound_of, seen_by
 from otattn.measures.domains import Domain
 

@@ -67,12 +67,12 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, least_stretch, psd_defect
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
+from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
 __all__ = ["mean_field"]

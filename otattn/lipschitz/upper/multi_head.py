@@ -29,11 +29,11 @@ from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import check_count, prove, resolve_domain, theorem
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants.regions import Region, Seen, see
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, single_heads, sum_of_heads
+from otattn.lipschitz.theorem import check_count, prove, resolve_domain, theorem
 from otattn.lipschitz.upper.masked import masked_softmax_bounds
 from otattn.lipschitz.upper.softmax import outward, softmax_bounds
 from otattn.measures.domains import Ball, Domain

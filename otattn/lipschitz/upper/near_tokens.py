@@ -29,7 +29,6 @@ from otattn import _validate as check
 from otattn._linalg import product_error, spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -42,6 +41,7 @@ from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, top_eigenv
 from otattn.lipschitz.constants._interval_head import IntervalHead, Made, best_thresholds, interval_head
 from otattn.lipschitz.containment import NearTokens
 from otattn.lipschitz.hypotheses import every, order_two, single_heads
+from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
 __all__ = ["local_ball"]

@@ -82,12 +82,12 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import UnitHead, head_of, least_stretch, psd_defect, unit_head
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper._psd_search import Plan, add_rows, choose, refine
 from otattn.measures.domains import Domain
@@ -200,7 +200,7 @@ def _field_share(head: UnitHead) -> Any:
 
 def _fails(head: UnitHead) -> str | None:
     """Why the head is none of this theorem."""
-    if top(head.v) == 0.0:
+    if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return None
     if not head.centred:
         return (
@@ -226,7 +226,7 @@ def _hypotheses(head: UnitHead) -> tuple[Any, float]:
     """``a`` over the least eigenvalue, and the distance of A to the PSD matrices, both outward."""
     why = _fails(head)
     if why is not None:
-        raise ValueError(f"psd does not apply: {why}; use relaxations.joint, which has no such hypothesis.")
+        raise ValueError(f"psd does not apply: {why}; use relaxations.rows_and_columns, which has no such hypothesis.")
     defect = psd_defect(head)
     # singular values of A are within the defect of those of the PSD matrix
     low = (least_stretch(head) - defect) * (1 - 1e-12)

@@ -36,9 +36,9 @@ from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.p
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, log, product, top, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, order_two, softmax, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures import Ball

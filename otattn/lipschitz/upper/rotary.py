@@ -20,10 +20,10 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, product, top, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.regions import largest_norm
 from otattn.lipschitz.constants.rows import two_largest
 from otattn.lipschitz.hypotheses import every, order_two, rotary, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain
 

@@ -50,12 +50,12 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import least
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._options import integer, number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
+from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
 __all__ = ["rows_and_columns"]

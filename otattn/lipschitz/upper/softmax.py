@@ -28,11 +28,11 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import NOTHING, ROUNDING, least, log, log_sum, safe_exp, top, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import THEOREMS, theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Seen, see
 from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_norm, two_largest
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens, unless
+from otattn.lipschitz.theorem import THEOREMS, theorem
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]

@@ -44,12 +44,12 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import UnitHead, head_of
 from otattn.lipschitz.hypotheses import every, order_two, softmax
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.rows_and_columns import column_sum
 from otattn.measures.domains import Domain
 

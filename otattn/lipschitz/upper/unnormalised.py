@@ -20,11 +20,11 @@ from otattn.attention.pointwise import PointwiseAttention
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import theorem
 from otattn.lipschitz.constants.quadratic import max_norm_product
 from otattn.lipschitz.constants.regions import Region, largest_norm, see
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import unnormalised_map
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain, Ellipsoid
 

@@ -13,12 +13,12 @@ from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.lower.clusters import Configuration
 from otattn.lipschitz.lower.forms import forms_of
-from otattn.lipschitz.relaxations import field_jacobian
+from otattn.lipschitz.relaxations import field_certificate
 from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper.mean_field import _Barycentre, _m4_bound, mean_field
 from otattn.lipschitz.upper.psd import _OwnTerm, psd
 from otattn.lipschitz.upper.rotary import rotary_row_bound
-from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, joint
+from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, rows_and_columns
 from otattn.measures import Ball, Box
 
 SIZES = (2, 3, 4, 8, 64, 1000, 10**6)
@@ -208,7 +208,7 @@ PSD_CASES = [
 def test_psd_survives_climbs_from_structured_configurations(case):
     a, A, V, counts = PSD_CASES[case]
     attention, n = SoftmaxAttention(a * A, V), sum(counts)
-    bound = psd(attention, 1.0, n=n, effort="fast").value
+    bound = psd(attention, radius=1.0, n=n, effort="fast").value
     rng = np.random.default_rng(case)
     assert 0.3 * bound <= ascend(attention, counts, rng) <= bound
     assert ascend(attention, (1,) * n, rng) <= bound
@@ -220,22 +220,24 @@ def test_psd_and_joint_survive_the_deep_search(case):
     a, A, V, counts = PSD_CASES[case]
     attention, n = SoftmaxAttention(a * A, V), min(sum(counts), 4)
     lower = lipschitz_lower_bound(attention, radius=1.0, n=n, rng=1, effort="deep").value
-    assert lower <= psd(attention, 1.0, n=n, effort="fast").value
-    assert lower <= joint(attention, 1.0, n).value
+    assert lower <= psd(attention, radius=1.0, n=n, effort="fast").value
+    assert lower <= rows_and_columns(attention, radius=1.0, n=n).value
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("a", [1e-12, 1e-200, 1e-320])
 def test_psd_with_logits_near_nothing(a):
     # the map is the mean of the tokens; 3 percent: the fast search leaves K and D split
-    assert 1.0 <= psd(SoftmaxAttention([[a]], [[1.0]]), 1.0, n=4, effort="fast").value <= 1.03
+    assert 1.0 <= psd(SoftmaxAttention([[a]], [[1.0]]), radius=1.0, n=4, effort="fast").value <= 1.03
 
 
 @pytest.mark.slow
 def test_psd_with_values_near_nothing():
     # the product of the norms underflows, the bound does not
     assert (
-        1e-170 <= psd(SoftmaxAttention(1e-170 * np.eye(2), 1e-170 * np.eye(2)), 1.0, n=3, effort="fast").value < 1e-169
+        1e-170
+        <= psd(SoftmaxAttention(1e-170 * np.eye(2), 1e-170 * np.eye(2)), radius=1.0, n=3, effort="fast").value
+        < 1e-169
     )
 
 
@@ -250,8 +252,8 @@ def test_covariances_of_rectangles_are_below_the_plane_bound():
         V = V[:, :1] * rng.standard_normal(2) if k % 5 == 0 else V
         A *= 10 ** rng.uniform(-30, 30)
         r, center = 10 ** rng.uniform(-3, 3, 2), rng.standard_normal(2)
-        bound = field_jacobian(SoftmaxAttention(A, V), Box(center - r, center + r))
-        assert bound.relaxation == "field_jacobian/plane"
+        bound = field_certificate(SoftmaxAttention(A, V), domain=Box(center - r, center + r))
+        assert bound.relaxation == "field_certificate/plane"
         assert bound.verify()
         r, best = bound.domain.half_widths, 0.0
         for _ in range(40):
@@ -424,7 +426,7 @@ def test_column_functions_of_measures_are_below_m3_and_m4():
 @pytest.mark.parametrize("a", [3.0, 12.0])
 def test_mean_field_survives_climbs_with_other_eigenvalues(values, a):
     attention = SoftmaxAttention(a * TURN * values @ TURN.T, np.array([[1.0, -0.5]]))
-    bound = mean_field(attention, 1.0)
+    bound = mean_field(attention, radius=1.0)
     assert climb(attention, None, 1.0, np.random.default_rng(7), batch=18, steps=40) <= bound.value
     assert bound.verify()
 
@@ -451,13 +453,13 @@ OTHER_WORDS = {word: lambda x, word=word: word for word in ("", "M3", "M4", "T6"
 def certificates():
     attention = SoftmaxAttention(-9.0 * np.eye(2), np.eye(2))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
-    yield joint(attention, 1.0, 3), 0.95 * lower
+    yield rows_and_columns(attention, radius=1.0, n=3), 0.95 * lower
     attention = SoftmaxAttention(4.0 * np.eye(2), np.eye(2))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
-    yield psd(attention, 1.0, n=3, effort="fast"), 0.95 * lower
+    yield psd(attention, radius=1.0, n=3, effort="fast"), 0.95 * lower
     lower = lipschitz_lower_bound(attention, radius=1.0, rng=0, effort="fast").value
-    yield mean_field(attention, Ball(1.0)), 0.95 * lower
-    bound = field_jacobian(SoftmaxAttention(TURN, np.diag([1.0, 2.0])), Box([-1.0, -2.0], [1.0, 2.0]))
+    yield mean_field(attention, domain=Ball(1.0)), 0.95 * lower
+    bound = field_certificate(SoftmaxAttention(TURN, np.diag([1.0, 2.0])), domain=Box([-1.0, -2.0], [1.0, 2.0]))
     yield bound, 0.95 * bound.details["attained"]
 
 
@@ -483,13 +485,13 @@ def test_no_altered_certificate_proves_less_than_the_truth():
 
 
 def test_a_recheck_without_cells_of_the_mass_proves_nothing():
-    bound = joint(SoftmaxAttention(-9.0 * np.eye(2), np.eye(2)), 1.0, 16)
+    bound = rows_and_columns(SoftmaxAttention(-9.0 * np.eye(2), np.eye(2)), radius=1.0, n=16)
     for atoms in (0, -1, 0.5, np.nan, np.inf):
         assert not replace(bound, options={**bound.options, "atoms": atoms}).verify(), atoms
 
 
 @pytest.mark.slow
 def test_psd_rechecks_refuse_statements_of_no_head():
-    bound = psd(SoftmaxAttention(4.0 * np.eye(2), np.eye(2)), 1.0, n=3, effort="fast")
+    bound = psd(SoftmaxAttention(4.0 * np.eye(2), np.eye(2)), radius=1.0, n=3, effort="fast")
     for change in ({"n": 1}, {"n": np.inf}, {"n": None}, {"n": 2.5}, {"p": 1.0}, {"domain": None}, {"attention": None}):
         assert not replace(bound, **change).verify(), change

@@ -14,15 +14,17 @@ from otattn.measures import Ball, Box, PointSet
 ATTENTION = oa.SoftmaxAttention(4.0 * np.array([[0.5, 0.4], [-0.2, 1.0]]), np.array([[1.0, 0.2], [0.0, 0.7]]))
 POINTS = np.random.default_rng(0).normal(size=(6, 2))
 CERTIFICATES = {
-    "field, ball": lambda: oa.relaxations.field_jacobian(ATTENTION, Ball(1.0, 2)),
-    "field, rectangle": lambda: oa.relaxations.field_jacobian(ATTENTION, Box(-np.ones(2), np.ones(2))),
-    "field, box": lambda: oa.relaxations.field_jacobian(ATTENTION, Box(-np.ones(2), np.ones(2)), solver="CLARABEL"),
-    "field, points": lambda: oa.relaxations.field_jacobian(ATTENTION, PointSet(POINTS)),
-    "kappa": lambda: oa.relaxations.kappa(ATTENTION, Ball(1.0, 2)),
-    "self entropy": lambda: oa.relaxations.self_entropy(ATTENTION, Ball(1.0, 2), 4),
-    "joint": lambda: oa.relaxations.joint(ATTENTION, 1.0, 3),
-    "mean field": lambda: oa.relaxations.mean_field(ATTENTION, 1.0),
-    "pair": lambda: oa.relaxations.pair(ATTENTION, 1.0),
+    "field, ball": lambda: oa.relaxations.field_certificate(ATTENTION, domain=Ball(1.0, 2)),
+    "field, rectangle": lambda: oa.relaxations.field_certificate(ATTENTION, domain=Box(-np.ones(2), np.ones(2))),
+    "field, box": lambda: oa.relaxations.field_certificate(
+        ATTENTION, domain=Box(-np.ones(2), np.ones(2)), solver="CLARABEL"
+    ),
+    "field, points": lambda: oa.relaxations.field_certificate(ATTENTION, domain=PointSet(POINTS)),
+    "kappa": lambda: oa.relaxations.column_exponent(ATTENTION, domain=Ball(1.0, 2)),
+    "self entropy": lambda: oa.relaxations.self_entropy(ATTENTION, domain=Ball(1.0, 2), n=4),
+    "rows_and_columns": lambda: oa.relaxations.rows_and_columns(ATTENTION, radius=1.0, n=3),
+    "mean field": lambda: oa.relaxations.mean_field(ATTENTION, radius=1.0),
+    "two_tokens": lambda: oa.relaxations.two_tokens(ATTENTION, radius=1.0),
     "local ball": lambda: oa.relaxations.local_ball(ATTENTION, POINTS / 3, 0.05),
 }
 

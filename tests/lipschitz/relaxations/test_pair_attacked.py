@@ -12,7 +12,7 @@ from otattn.attention import SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz.constants.self_logit import unit_head
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.relaxations import pair
+from otattn.lipschitz.relaxations import two_tokens
 from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach
 from otattn.measures import Ball, Box, PointSet
 
@@ -46,7 +46,7 @@ def instance(kind, rng, *, largest=300.0):
 @pytest.fixture(scope="module")
 def negative():
     """A certificate of -9 I."""
-    return pair(SoftmaxAttention(-9.0 * np.eye(2), np.eye(2)), 1.0)
+    return two_tokens(SoftmaxAttention(-9.0 * np.eye(2), np.eye(2)), radius=1.0)
 
 
 def jacobian(A, c, V, X):
@@ -91,7 +91,7 @@ def test_never_violated_by_ascents_on_the_dense_jacobian(kind):
     X = in_ball(R * rng.normal(size=(2, len(A))), R)
     J = attention.jacobian(X).to_dense()
     assert np.abs(J - jacobian(A, c, V, X)).max() <= 1e-11 * (1 + np.abs(J).max()) * (1 + np.abs(A).max() * R**2)
-    bound = pair(attention, R)
+    bound = two_tokens(attention, radius=R)
     found = max(steepest(A, c, V, R, rng), climb(attention, (1, 1), R, rng, batch=9, steps=15))
     assert 0.15 * bound.value <= found <= bound.value
     assert bound.verify()
@@ -102,13 +102,15 @@ def test_a_skew_form_leaves_no_room():
     """Both bounds are within 1 percent at large a: an error of the constant would show."""
     A = 260.0 * np.array([[0.0, 1.0], [-1.0, 0.0]])
     low = lipschitz_lower_bound(SoftmaxAttention(A, np.eye(2)), radius=1.0, n=2, rng=0).value
-    assert low <= pair(SoftmaxAttention(A, np.eye(2)), 1.0).value <= 1.01 * low
+    assert low <= two_tokens(SoftmaxAttention(A, np.eye(2)), radius=1.0).value <= 1.01 * low
 
 
 @pytest.mark.slow
 def test_negative_identity_reaches_a_quarter():
     """The constant of the docstring; the search alone stopped at 0.45 a, without the two exact members."""
-    assert pair(SoftmaxAttention(-100.0 * np.eye(2), np.eye(2)), 1.0).value <= 1.03 * (math.sqrt(2.0) + 25.0)
+    assert two_tokens(SoftmaxAttention(-100.0 * np.eye(2), np.eye(2)), radius=1.0).value <= 1.03 * (
+        math.sqrt(2.0) + 25.0
+    )
 
 
 @pytest.mark.slow
@@ -123,7 +125,7 @@ def test_domains_that_are_not_centred(domain):
         corners = rng.normal(size=(5, 2)) + 3.0
         region = PointSet(corners)
         X = rng.dirichlet(np.full(5, 0.2), size=(600, 2)) @ corners  # displacements pass through the hull
-    bound = pair(SoftmaxAttention(A, V, bias=c), region)
+    bound = two_tokens(SoftmaxAttention(A, V, bias=c), domain=region)
     found = max(float(np.linalg.norm(jacobian(A, c, V, x), 2)) for x in X)
     assert 0.1 * bound.value <= found <= bound.value
 
@@ -131,13 +133,13 @@ def test_domains_that_are_not_centred(domain):
 def captured_boxes(family, forms, reach, monkeypatch):
     """The function that bounds boxes, and the first boxes."""
     seen = {}
-    real = pair.__globals__["maximise"]
+    real = two_tokens.__globals__["maximise"]
 
     def spy(bound, lo, hi, **options):
         seen.update(bound=bound, lo=lo, hi=hi)
         return real(bound, lo, hi, **options)
 
-    monkeypatch.setitem(pair.__globals__, "maximise", spy)
+    monkeypatch.setitem(two_tokens.__globals__, "maximise", spy)
     _maximum(family, forms.unit, reach, 1.0)
     return seen
 
@@ -149,7 +151,7 @@ def test_boxes_around_configurations_hold_them(kind, monkeypatch):
     rng = np.random.default_rng(20 + KINDS.index(kind))
     A, c, V, R = instance(kind, rng, largest=30.0)
     attention = SoftmaxAttention(A, V, bias=c)
-    bound, head = pair(attention, R), unit_head(attention, R)
+    bound, head = two_tokens(attention, radius=R), unit_head(attention, R)
     forms = _Forms(head)
     wild = rng.normal(size=(30, 2)) * 4, rng.normal(size=30) * 4, np.exp(rng.normal(size=(30, 3)) - 1)
     stored = tuple(bound.multipliers[k] for k in ("nu", "tau", "w"))
@@ -184,7 +186,7 @@ def test_boxes_around_configurations_hold_them(kind, monkeypatch):
 
 @pytest.mark.slow
 def test_few_cells_cost_tightness_only(negative, monkeypatch):
-    monkeypatch.setitem(pair.__globals__, "_CELLS", 400)
+    monkeypatch.setitem(two_tokens.__globals__, "_CELLS", 400)
     assert negative.proved_value() > negative.value  # the maximum over unfinished boxes is reported, not the best point
 
 
@@ -200,7 +202,7 @@ def test_few_cells_cost_tightness_only(negative, monkeypatch):
 def test_extreme_sizes(A, c):
     """Units far from 1: ``F = sup |d|^2 |g|^2 / 8`` for constant g, whose tokens may differ across it."""
     attention = SoftmaxAttention(A * np.eye(2), np.eye(2), bias=[c, 0.0])
-    bound = pair(attention, 1.0)
+    bound = two_tokens(attention, radius=1.0)
     assert bound.verify()
     assert bound.value >= 1.0
     across = np.linalg.norm(
@@ -214,7 +216,7 @@ def test_extreme_sizes(A, c):
 @pytest.mark.slow
 def test_overflowing_multipliers_prove_nothing():
     """Where M overflows, LAPACK may give a nan for its largest eigenvalue: once taken for 0, it emptied full boxes."""
-    bound = pair(SoftmaxAttention([[9.0]], [[1.0]]), 1.0)
+    bound = two_tokens(SoftmaxAttention([[9.0]], [[1.0]]), radius=1.0)
     more = {"nu": [[0.0, -4.2656763e307]], "tau": [-1.1429301836736758e308], "w": [[0.0, 0.0, 0.0]]}
     tampered = replace(bound, multipliers={k: np.concatenate([bound.multipliers[k], more[k]]) for k in more})
     with pytest.raises(CertificateError, match="at most"):

@@ -9,19 +9,18 @@ from otattn.attention import MultiHeadAttention, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz import certificate
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.bounds import row_bound
+from otattn.lipschitz.bounds import multi_head, row_bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function
 from otattn.lipschitz.relaxations import (
     Certificate,
-    field_jacobian,
+    column_exponent,
+    field_certificate,
     interval_simplex,
-    kappa,
     local_ball,
-    multihead,
-    row_constant,
+    row_certificate,
     self_entropy,
 )
-from otattn.lipschitz.upper.multihead import head_with_values
+from otattn.lipschitz.upper.multi_head import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
 
 RNG = np.random.default_rng(0)
@@ -37,20 +36,20 @@ SINGLES = [row_bound(head_with_values(HEADS, h, None), radius=1.0, n=4) for h in
 
 # relaxation name -> builder(solver, max_iter)
 SOLVED = {
-    "field ball": lambda **o: field_jacobian(HEAD, Ball(1.0), **o),
-    "field ellipsoid": lambda **o: field_jacobian(HEAD, Ellipsoid(POINTS[:3], C), **o),
-    "field box": lambda **o: field_jacobian(HEAD, BOX, **o),
-    "kappa ball": lambda **o: kappa(HEAD, Ball(1.0), **o),
-    "kappa box": lambda **o: kappa(HEAD, BOX, **o),
-    "self entropy ball": lambda **o: self_entropy(KEEN, Ball(2.0), 5, **o),
-    "self entropy box": lambda **o: self_entropy(KEEN, BOX, 5, **o),
-    "row constant": lambda **o: row_constant(KEEN, Ball(2.0), 5, **o),
+    "field ball": lambda **o: field_certificate(HEAD, domain=Ball(1.0), **o),
+    "field ellipsoid": lambda **o: field_certificate(HEAD, domain=Ellipsoid(POINTS[:3], C), **o),
+    "field box": lambda **o: field_certificate(HEAD, domain=BOX, **o),
+    "kappa ball": lambda **o: column_exponent(HEAD, domain=Ball(1.0), **o),
+    "kappa box": lambda **o: column_exponent(HEAD, domain=BOX, **o),
+    "self entropy ball": lambda **o: self_entropy(KEEN, domain=Ball(2.0), n=5, **o),
+    "self entropy box": lambda **o: self_entropy(KEEN, domain=BOX, n=5, **o),
+    "row constant": lambda **o: row_certificate(KEEN, domain=Ball(2.0), n=5, **o),
     "interval simplex": lambda **o: interval_simplex(POINTS, 0.7 * WEIGHTS, np.minimum(1, 1.4 * WEIGHTS), **o),
-    "multihead": lambda **o: multihead(HEADS, SINGLES, **o),
 }
 CHEAP = {
-    "field points": lambda: field_jacobian(HEAD, PointSet(POINTS)),
-    "kappa points": lambda: kappa(HEAD, PointSet(POINTS)),
+    "several heads": lambda: multi_head(HEADS, head_bounds=SINGLES),
+    "field points": lambda: field_certificate(HEAD, domain=PointSet(POINTS)),
+    "kappa points": lambda: column_exponent(HEAD, domain=PointSet(POINTS)),
     "local ball": lambda: local_ball(HEAD, POINTS, 0.3),
 }
 ALL = {**SOLVED, **CHEAP}
@@ -85,9 +84,9 @@ def test_rejects_altered_multipliers(built, name):
         for factor in (0.5, 2.0):
             wrong = replace(bound, multipliers={**bound.multipliers, key: value * factor})
             assert not wrong.verify(), (key, factor)
-            if name != "multihead":  # whose multipliers must lie on the simplex
+            if name != "several heads":  # whose multipliers must lie on the simplex
                 assert wrong.proved_value() > bound.value
-    if name == "multihead":
+    if name == "several heads":
         s = bound.multipliers["s"] * [1.5, 1.0]
         wrong = replace(bound, multipliers={"s": s / s.sum()})
         assert not wrong.verify()
@@ -155,7 +154,7 @@ def test_certificates_are_immutable_records(built):
     with pytest.raises(ValueError, match="read-only"):
         bound.multipliers["s"][0] = 1.0
     data = bound.to_dict()
-    assert data["relaxation"] == "field_jacobian/round"
+    assert data["relaxation"] == "field_certificate/round"
     assert data["value"] == bound.value == float(bound)
     assert repr(bound).startswith("Certificate(upper")
 
@@ -164,7 +163,7 @@ def test_dual_functions_have_one_name_each_and_must_prove_something_finite(monke
     for registry in ("_DUAL_FUNCTIONS", "_QUANTITIES"):  # what is registered here is gone for other tests
         monkeypatch.setattr(certificate, registry, dict(getattr(certificate, registry)))
     with pytest.raises(ValueError, match="registered already"):
-        dual_function("multihead")(lambda problem, multipliers: 0.0)
+        dual_function("multi_head_certificate")(lambda problem, multipliers: 0.0)
     name = "test/always infinite"
     dual_function(name)(lambda problem, multipliers: float("inf"))
     nothing, told = (

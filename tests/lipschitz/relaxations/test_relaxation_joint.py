@@ -9,7 +9,7 @@ from relaxation_attacks import FORMS, climb
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import SelfLogit, unit_head
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, _search, column_sum, joint
+from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, _search, column_sum, rows_and_columns
 from otattn.measures import Ball, Ellipsoid
 
 
@@ -113,7 +113,7 @@ def test_never_violated_by_climbs(name):
     rng = np.random.default_rng(3)
     for a, counts in ((3.0, (1, 1)), (9.0, (1, 1, 1)), (25.0, (1, 1, 6)), (9.0, (2, 3))):
         attention = SoftmaxAttention(a * A, V)
-        bound = joint(attention, 1.0, sum(counts))
+        bound = rows_and_columns(attention, radius=1.0, n=sum(counts))
         assert climb(attention, counts, 1.0, rng) <= bound.value
         assert bound.verify()
 
@@ -124,14 +124,14 @@ def test_never_violated_with_a_bias_and_on_another_radius():
     A, V = FORMS["generic"]
     attention = SoftmaxAttention(A, V, bias=[1.0, -0.5, 0.3])
     for n, counts in ((3, (1, 1, 1)), (10, (1, 1, 8))):
-        assert climb(attention, counts, 2.0, rng) <= joint(attention, Ball(2.0), n).value
+        assert climb(attention, counts, 2.0, rng) <= rows_and_columns(attention, domain=Ball(2.0), n=n).value
 
 
 def test_ellipsoids_are_bounded_through_their_ball():
     A, V = FORMS["generic"]
     domain = Ellipsoid(np.diag([1.0, 0.5, 0.2]), [0.3, 0.0, 1.0])
     rng = np.random.default_rng(5)
-    bound = joint(SoftmaxAttention(4 * A, V), domain, 4)
+    bound = rows_and_columns(SoftmaxAttention(4 * A, V), domain=domain, n=4)
     for _ in range(30):
         X = domain.sample(4, rng)
         assert np.linalg.norm(SoftmaxAttention(4 * A, V).jacobian(X).to_dense(), 2) <= bound.value
@@ -139,7 +139,7 @@ def test_ellipsoids_are_bounded_through_their_ball():
 
 @pytest.mark.parametrize(("a", "n"), [(4.0, 4), (25.0, 16), (100.0, 64)])
 def test_it_is_the_row_bound_when_rows_are_free(a, n):
-    bound = joint(SoftmaxAttention(-a * np.eye(2), np.eye(2)), 1.0, n)
+    bound = rows_and_columns(SoftmaxAttention(-a * np.eye(2), np.eye(2)), radius=1.0, n=n)
     # 1e-2: the gap of the fast search, and its cells of p
     assert bound.value <= closed_row_bound(n, a) * 1.01
     assert bound.value >= 0.9 * a / np.sqrt(2) * np.sqrt(n - 2)
@@ -148,7 +148,7 @@ def test_it_is_the_row_bound_when_rows_are_free(a, n):
 @pytest.mark.slow
 def test_self_entropy_and_column_sums_sharpen_it_for_the_identity():
     for a, n in ((25.0, 8), (4.0, 64)):
-        bound = joint(SoftmaxAttention(a * np.eye(2), np.eye(2)), 1.0, n)
+        bound = rows_and_columns(SoftmaxAttention(a * np.eye(2), np.eye(2)), radius=1.0, n=n)
         assert bound.value < 0.7 * closed_row_bound(n, a)
         assert bound.details["column_sum"] == pytest.approx(column_sum(n, a / 4), rel=1e-7)
 
@@ -156,29 +156,31 @@ def test_self_entropy_and_column_sums_sharpen_it_for_the_identity():
 @pytest.mark.slow
 def test_simple_cases():
     A, V = np.array([[2.0, 1.0], [0.0, -1.0]]), np.array([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    assert joint(SoftmaxAttention(A, V), 1.0, 1).value == pytest.approx(3.0)
-    assert joint(SoftmaxAttention(A, 0 * V), 1.0, 5).value == 0.0
+    assert rows_and_columns(SoftmaxAttention(A, V), radius=1.0, n=1).value == pytest.approx(3.0)
+    assert rows_and_columns(SoftmaxAttention(A, 0 * V), radius=1.0, n=5).value == 0.0
     # A = 0: the map is the mean, of norm ||V||
-    assert 3.0 <= joint(SoftmaxAttention(0 * A, V), 1.0, 5).value <= 3.0 * np.sqrt(2)
+    assert 3.0 <= rows_and_columns(SoftmaxAttention(0 * A, V), radius=1.0, n=5).value <= 3.0 * np.sqrt(2)
     assert (
-        joint(SoftmaxAttention([[2.0]], [[1.0]]), 1.0, 2).value
-        < joint(SoftmaxAttention([[2.0]], [[1.0]]), 1.0, 3).value
+        rows_and_columns(SoftmaxAttention([[2.0]], [[1.0]]), radius=1.0, n=2).value
+        < rows_and_columns(SoftmaxAttention([[2.0]], [[1.0]]), radius=1.0, n=3).value
     )
     with pytest.raises(ValueError, match="effort"):
-        joint(SoftmaxAttention(A, V), 1.0, 2, effort="slow")
+        rows_and_columns(SoftmaxAttention(A, V), radius=1.0, n=2, effort="slow")
     with pytest.raises(ValueError, match="n must be at least 1"):
-        joint(SoftmaxAttention(A, V), 1.0, 0)
+        rows_and_columns(SoftmaxAttention(A, V), radius=1.0, n=0)
 
 
 def test_it_scales_as_theory_says():
     A, V = FORMS["generic"]
-    one = joint(SoftmaxAttention(5 * A, V), 1.0, 6).value
-    assert joint(SoftmaxAttention(5e6 * A, 1e-6 * V), 1e-3, 6).value == pytest.approx(1e-6 * one, rel=1e-6)
+    one = rows_and_columns(SoftmaxAttention(5 * A, V), radius=1.0, n=6).value
+    assert rows_and_columns(SoftmaxAttention(5e6 * A, 1e-6 * V), radius=1e-3, n=6).value == pytest.approx(
+        1e-6 * one, rel=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_the_recheck_rejects_tampering():
-    bound = joint(SoftmaxAttention(9 * np.eye(2), np.eye(2)), 1.0, 5)
+    bound = rows_and_columns(SoftmaxAttention(9 * np.eye(2), np.eye(2)), radius=1.0, n=5)
     assert bound.verify()
     assert not replace(bound, value=0.999 * bound.value).verify()
     for key, value in (
@@ -217,7 +219,7 @@ def test_it_encloses_the_searched_lower_bound(name, a, n):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
     lower = lipschitz_lower_bound(attention, radius=1.0, n=n, rng=0).value
-    upper = joint(attention, 1.0, n, effort="deep").value
+    upper = rows_and_columns(attention, radius=1.0, n=n, effort="deep").value
     assert lower <= upper
-    assert upper <= joint(attention, 1.0, n).value * (1 + 2e-3)
+    assert upper <= rows_and_columns(attention, radius=1.0, n=n).value * (1 + 2e-3)
     assert upper <= 2.3 * lower

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from otattn.attention import L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
-from otattn.lipschitz import lipschitz_upper_bound, local_upper_bound
+from otattn.lipschitz import at_measure_bound, lipschitz_upper_bound
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.bounds import field_bound
 from otattn.lipschitz.relaxations import local_ball
@@ -110,7 +110,7 @@ def test_global_bound_is_a_ceiling_and_must_apply():
         (lipschitz_upper_bound(attention, radius=2.0, n=2), "radius"),
         (lipschitz_upper_bound(attention, domain=Box([-4.0, -4.0], [4.0, 4.0]), n=2), "box"),
         (lipschitz_upper_bound(other, radius=6.0, n=2), "another attention map"),
-        (local_upper_bound(attention, X), "'local'"),
+        (at_measure_bound(attention, X), "'local'"),
         (field_bound(attention, radius=6.0), "'field'"),
     ):
         with pytest.raises(ValueError, match=message):

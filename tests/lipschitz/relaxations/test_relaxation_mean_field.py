@@ -124,7 +124,7 @@ def test_the_exponent_bounds_every_barycentre(name):
     ids=["identity, 9", "minus identity, 4"],
 )
 def test_targets(A, target):
-    bound = mean_field(SoftmaxAttention(A, np.eye(3)), 1.0)
+    bound = mean_field(SoftmaxAttention(A, np.eye(3)), radius=1.0)
     assert bound.value <= target
     assert bound.verify()
 
@@ -134,7 +134,7 @@ def test_targets(A, target):
 def test_never_violated_by_measures(name, a):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
-    bound = mean_field(attention, 1.0)
+    bound = mean_field(attention, radius=1.0)
     assert climb(attention, None, 1.0, np.random.default_rng(3)) <= bound.value
     assert lipschitz_lower_bound(attention, radius=1.0, rng=0).value <= bound.value * (1 + 1e-9)
     assert bound.verify()
@@ -144,28 +144,28 @@ def test_never_violated_by_measures(name, a):
 def test_every_order_is_above_its_witness():
     A, V = FORMS["generic"]
     attention = SoftmaxAttention(3.0 * A, V, bias=[0.4, -0.2, 0.1])
-    values = {p: mean_field(attention, Ball(1.2), p=p).value for p in (1, 1.5, 2, 4, np.inf)}
+    values = {p: mean_field(attention, domain=Ball(1.2), p=p).value for p in (1, 1.5, 2, 4, np.inf)}
     for p in (1, 2, np.inf):
         assert lipschitz_lower_bound(attention, radius=1.2, p=p, rng=0).value <= values[p] * (1 + 1e-9)
     # W_inf knows no exponential
     assert values[np.inf] < min(values[p] for p in (1, 1.5, 2))
-    sharp = mean_field(SoftmaxAttention(np.eye(2), np.eye(2)), 2.0, p=np.inf)
+    sharp = mean_field(SoftmaxAttention(np.eye(2), np.eye(2)), radius=2.0, p=np.inf)
     assert sharp.value == pytest.approx(4 + math.sqrt(17), rel=1e-9)
 
 
 def test_scaling_zero_maps_and_other_domains():
     A, V = FORMS["generic"]
-    one = mean_field(SoftmaxAttention(5 * A, V), 1.0).value
-    assert mean_field(SoftmaxAttention(5e6 * A, 1e-6 * V), 1e-3).value == pytest.approx(1e-6 * one, rel=1e-6)
-    assert mean_field(SoftmaxAttention(A, 0 * V), 1.0).value == 0.0
-    assert mean_field(SoftmaxAttention(0 * A, V), 1.0).value == pytest.approx(np.linalg.norm(V, 2), rel=1e-9)
+    one = mean_field(SoftmaxAttention(5 * A, V), radius=1.0).value
+    assert mean_field(SoftmaxAttention(5e6 * A, 1e-6 * V), radius=1e-3).value == pytest.approx(1e-6 * one, rel=1e-6)
+    assert mean_field(SoftmaxAttention(A, 0 * V), radius=1.0).value == 0.0
+    assert mean_field(SoftmaxAttention(0 * A, V), radius=1.0).value == pytest.approx(np.linalg.norm(V, 2), rel=1e-9)
     flat = Ellipsoid(np.diag([1.0, 0.5, 0.2]), [0.3, 0.0, 1.0])
-    bound = mean_field(SoftmaxAttention(4 * A, V), flat)
+    bound = mean_field(SoftmaxAttention(4 * A, V), domain=flat)
     assert lipschitz_lower_bound(SoftmaxAttention(4 * A, V), domain=flat, rng=0).value <= bound.value
 
 
 def test_a_bound_beyond_the_floats_keeps_its_logarithm():
-    bound = mean_field(SoftmaxAttention(-2000.0 * np.eye(2), np.eye(2)), 1.0)
+    bound = mean_field(SoftmaxAttention(-2000.0 * np.eye(2), np.eye(2)), radius=1.0)
     assert type(bound) is Bound
     assert bound.value == math.inf
     # the rate e^{kappa / 2} = e^{a} is exact for A = -a I
@@ -175,7 +175,7 @@ def test_a_bound_beyond_the_floats_keeps_its_logarithm():
 @pytest.mark.parametrize("name", ["identity", "generic"])
 def test_the_recheck_rejects_tampering(name):
     A, V = FORMS[name]
-    bound = mean_field(SoftmaxAttention(9.0 * A, V), 1.0)
+    bound = mean_field(SoftmaxAttention(9.0 * A, V), radius=1.0)
     assert bound.verify()
     assert not replace(bound, value=0.99 * bound.value).verify()
     # what is stored is used
@@ -193,7 +193,7 @@ def test_the_recheck_rejects_tampering(name):
 
 def test_bad_input():
     with pytest.raises(ValueError, match="effort"):
-        mean_field(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, effort="slow")
+        mean_field(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, effort="slow")
     with pytest.raises(ValueError, match="p"):
-        mean_field(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, p=0.5)
+        mean_field(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, p=0.5)
     assert mean_field_of_the_package is mean_field

@@ -10,7 +10,7 @@ from relaxation_attacks import FORMS, climb, in_ball
 from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import unit_head
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.relaxations import pair
+from otattn.lipschitz.relaxations import two_tokens
 from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach, _share
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball, Ellipsoid
@@ -61,7 +61,7 @@ def test_the_field_part_is_never_exceeded(name):
     """Random and climbed pairs against F itself, on the multipliers of a certificate."""
     rng = np.random.default_rng(2)
     A, V = FORMS[name]
-    bound = pair(SoftmaxAttention(7.0 * A, V), 1.0)
+    bound = two_tokens(SoftmaxAttention(7.0 * A, V), radius=1.0)
     head = unit_head(SoftmaxAttention(7.0 * A, V), 1.0)
     forms = _Forms(head)
     family = _Family(forms, bound.multipliers["nu"], bound.multipliers["tau"], bound.multipliers["w"])
@@ -93,7 +93,7 @@ def test_the_field_part_is_never_exceeded(name):
 def test_never_violated_by_climbs(name, a):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
-    bound = pair(attention, 1.0)
+    bound = two_tokens(attention, radius=1.0)
     assert climb(attention, (1, 1), 1.0, np.random.default_rng(3)) <= bound.value
     assert lipschitz_lower_bound(attention, radius=1.0, n=2, rng=0).value <= bound.value
     assert bound.verify()
@@ -102,9 +102,9 @@ def test_never_violated_by_climbs(name, a):
 @pytest.mark.slow
 def test_never_violated_with_a_bias_on_other_domains():
     rng = np.random.default_rng(4)
-    assert climb(BIASED, (1, 1), 2.0, rng) <= pair(BIASED, Ball(2.0)).value
+    assert climb(BIASED, (1, 1), 2.0, rng) <= two_tokens(BIASED, domain=Ball(2.0)).value
     flat = Ellipsoid(np.diag([1.0, 0.5, 0.2]), [0.3, 0.0, 1.0])
-    bound = pair(BIASED, flat)
+    bound = two_tokens(BIASED, domain=flat)
     for _ in range(100):
         assert np.linalg.norm(BIASED.jacobian(flat.sample(2, rng)).to_dense(), 2) <= bound.value
 
@@ -112,32 +112,32 @@ def test_never_violated_with_a_bias_on_other_domains():
 @pytest.mark.slow
 def test_what_it_gains():
     skew = SoftmaxAttention(25.0 * FORMS["skew"][0], np.eye(2))
-    assert pair(skew, 1.0).value <= 1.06 * lipschitz_lower_bound(skew, radius=1.0, n=2, rng=0).value
+    assert two_tokens(skew, radius=1.0).value <= 1.06 * lipschitz_lower_bound(skew, radius=1.0, n=2, rng=0).value
     negative = SoftmaxAttention(-9.0 * np.eye(3), np.eye(3))
     upper = lipschitz_upper_bound(negative, radius=1.0, n=2)
-    assert upper.theorem == "pair"
+    assert upper.theorem == "two_tokens"
     assert upper.value <= 2.3 * lipschitz_lower_bound(negative, radius=1.0, n=2, rng=0).value
 
 
 @pytest.mark.slow
 def test_scaling_zero_maps_and_refusals():
     A, V = FORMS["generic"]
-    one = pair(SoftmaxAttention(5 * A, V), 1.0).value
+    one = two_tokens(SoftmaxAttention(5 * A, V), radius=1.0).value
     # the search for multipliers sees the same numbers up to rounding
-    assert pair(SoftmaxAttention(5e6 * A, 1e-6 * V), 1e-3).value == pytest.approx(1e-6 * one, rel=1e-3)
-    assert pair(SoftmaxAttention(A, 0 * V), 1.0).value == 0.0
-    mean = pair(SoftmaxAttention(0 * A, V), 1.0)
+    assert two_tokens(SoftmaxAttention(5e6 * A, 1e-6 * V), radius=1e-3).value == pytest.approx(1e-6 * one, rel=1e-3)
+    assert two_tokens(SoftmaxAttention(A, 0 * V), radius=1.0).value == 0.0
+    mean = two_tokens(SoftmaxAttention(0 * A, V), radius=1.0)
     assert np.linalg.norm(V, 2) <= mean.value <= math.sqrt(2.0) * np.linalg.norm(V, 2)
     with pytest.raises(ValueError, match="effort"):
-        pair(SoftmaxAttention(A, V), 1.0, effort="slow")
+        two_tokens(SoftmaxAttention(A, V), radius=1.0, effort="slow")
     with pytest.raises(ValueError, match="without a mask"):
-        pair(MaskedAttention(SoftmaxAttention(A, V)), 1.0)
+        two_tokens(MaskedAttention(SoftmaxAttention(A, V)), radius=1.0)
 
 
 @pytest.mark.slow
 def test_the_recheck_rejects_tampering():
     attention = SoftmaxAttention(-9.0 * np.eye(2), np.eye(2))
-    bound = pair(attention, 1.0)
+    bound = two_tokens(attention, radius=1.0)
     assert bound.verify()
     assert not replace(bound, value=0.98 * bound.value).verify()
     for key, value in (

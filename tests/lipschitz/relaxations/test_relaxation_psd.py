@@ -13,7 +13,7 @@ from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper._psd_search import _sample
 from otattn.lipschitz.upper.psd import psd
-from otattn.lipschitz.upper.rows_and_columns import joint
+from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
 from otattn.measures import Ball, Ellipsoid
 
 TILTED = np.array([[1.0, 0.3], [0.0, -0.7]])
@@ -161,7 +161,7 @@ def test_never_below_an_adversary_and_rechecked(case):
     A, V, R, n = CASES[case]
     rng = np.random.default_rng(case)
     attention = SoftmaxAttention(A, V)
-    bound = psd(attention, R, n=n, effort="fast")
+    bound = psd(attention, radius=R, n=n, effort="fast")
     assert bound.verify()
     assert lipschitz_lower_bound(attention, radius=R, n=n, rng=0).value <= bound.value
     assert climb(attention, (1,) * n, R, rng, batch=12, steps=30) <= bound.value
@@ -173,21 +173,21 @@ def test_never_below_an_adversary_and_rechecked(case):
 @pytest.mark.slow
 def test_only_the_scale_free_numbers_matter():
     attention = SoftmaxAttention(4 * np.eye(2), np.eye(2))
-    one = psd(attention, 1.0, n=3, effort="fast")
+    one = psd(attention, radius=1.0, n=3, effort="fast")
     # a = ||A|| R^2 and the direction of V decide; A c, R / sqrt(c) and V w give w times as much
     c, w = 1e-6, 1e-4
-    other = psd(SoftmaxAttention(4 * c * np.eye(2), w * np.eye(2)), Ball(1 / np.sqrt(c)), n=3, effort="fast")
+    other = psd(SoftmaxAttention(4 * c * np.eye(2), w * np.eye(2)), domain=Ball(1 / np.sqrt(c)), n=3, effort="fast")
     # 2e-3: rounding of a may move the search for multipliers, whose gap is 1 percent of the square
     assert other.value == pytest.approx(w * one.value, rel=2e-3)
     # free of the dimension and of rotations of the values; an ellipsoid is seen through its ball
     turn = np.array([[0.6, -0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
-    other = psd(SoftmaxAttention(4 * np.eye(3), turn), Ellipsoid(np.diag([1.0, 0.5, 0.2])), n=3, effort="fast")
+    other = psd(SoftmaxAttention(4 * np.eye(3), turn), domain=Ellipsoid(np.diag([1.0, 0.5, 0.2])), n=3, effort="fast")
     assert other.value == pytest.approx(one.value, rel=2e-3)
 
 
 @pytest.mark.slow
 def test_the_recheck_rejects_tampering():
-    bound = psd(SoftmaxAttention(4 * np.eye(2), np.eye(2)), 1.0, n=3, effort="fast")
+    bound = psd(SoftmaxAttention(4 * np.eye(2), np.eye(2)), radius=1.0, n=3, effort="fast")
     assert bound.verify()
     assert not replace(bound, value=0.999 * bound.value).verify()
     lower = 0.99 * bound.value
@@ -228,40 +228,40 @@ def test_hypotheses():
     good = SoftmaxAttention(np.eye(2), np.eye(2))
     for A in (-np.eye(2), np.diag([1.0, -0.01]), [[1.0, 0.1], [0.0, 1.0]], [[0.0, 1.0], [-1.0, 0.0]]):
         with pytest.raises(ValueError, match="positive semidefinite"):
-            psd(SoftmaxAttention(A, np.eye(2)), 1.0, n=4)
+            psd(SoftmaxAttention(A, np.eye(2)), radius=1.0, n=4)
     with pytest.raises(ValueError, match="without a bias"):
-        psd(SoftmaxAttention(np.eye(2), np.eye(2), bias=[0.1, 0.0]), 1.0, n=4)
+        psd(SoftmaxAttention(np.eye(2), np.eye(2), bias=[0.1, 0.0]), radius=1.0, n=4)
     with pytest.raises(ValueError, match="centred at 0"):
-        psd(good, Ellipsoid(np.eye(2), [0.5, 0.0]), n=4)
+        psd(good, domain=Ellipsoid(np.eye(2), [0.5, 0.0]), n=4)
     with pytest.raises(ValueError, match="n must be at least 2"):
-        psd(good, 1.0, n=1)
+        psd(good, radius=1.0, n=1)
     with pytest.raises(ValueError, match="at most 1000"):
-        psd(good, 40.0, n=4)
+        psd(good, radius=40.0, n=4)
     with pytest.raises(ValueError, match="effort"):
-        psd(good, 1.0, n=4, effort="slow")
+        psd(good, radius=1.0, n=4, effort="slow")
     for other in (MaskedAttention(good), L2Attention(np.eye(2), np.eye(2), np.eye(2))):
         with pytest.raises(ValueError, match="SoftmaxAttention"):
-            psd(other, 1.0, n=4)
+            psd(other, radius=1.0, n=4)
 
 
 def test_simple_cases():
     V = np.diag([3.0, 1.0])
     for A, values in ((np.zeros((2, 2)), V), (np.eye(2), 0 * V)):
-        bound = psd(SoftmaxAttention(A, values), 1.0, n=4)
+        bound = psd(SoftmaxAttention(A, values), radius=1.0, n=4)
         assert isinstance(bound, Bound)
         assert bound.value == pytest.approx(np.linalg.norm(values, 2), rel=1e-10, abs=1e-12)
     # rounding in A is no obstacle
     rng = np.random.default_rng(4)
     K = rng.standard_normal((2, 3))
     A = K.T @ K + 1e-15 * rng.standard_normal((3, 3))
-    assert psd(SoftmaxAttention(A, np.eye(3)), 1.0, n=3, effort="fast").verify()
+    assert psd(SoftmaxAttention(A, np.eye(3)), radius=1.0, n=3, effort="fast").verify()
 
 
 @pytest.mark.slow
 def test_tiny_logits_and_many_tokens():
     for a, n in ((1e-3, 4), (2.0, 10**6)):
         attention = SoftmaxAttention(a * np.eye(2), np.eye(2))
-        bound = psd(attention, 1.0, n=n, effort="fast")
+        bound = psd(attention, radius=1.0, n=n, effort="fast")
         assert lipschitz_lower_bound(attention, radius=1.0, n=n, rng=0).value <= bound.value < np.inf
         assert bound.verify()
 
@@ -271,7 +271,7 @@ def test_tiny_logits_and_many_tokens():
 def test_the_enclosure_of_eight_tokens_is_narrow(a):
     attention = SoftmaxAttention(a * np.eye(3), np.eye(3))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=8, rng=0).value
-    bound = psd(attention, 1.0, n=8)
+    bound = psd(attention, radius=1.0, n=8)
     assert lower <= bound.value <= 1.7 * lower
-    assert bound.value < 0.8 * joint(attention, 1.0, 8).value
+    assert bound.value < 0.8 * rows_and_columns(attention, radius=1.0, n=8).value
     assert bound.verify()

@@ -6,7 +6,7 @@ from scipy.optimize import minimize
 from scipy.special import lambertw
 
 from otattn.attention import MaskedAttention, SoftmaxAttention
-from otattn.lipschitz.relaxations import row_constant, self_entropy
+from otattn.lipschitz.relaxations import row_certificate, self_entropy
 from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
 
 
@@ -57,7 +57,7 @@ def test_no_configuration_exceeds_it(n, d):
     domains += [PointSet(rng.standard_normal((9, d)))]
     domains += [LayerNormDomain(rng.random(d), rng.standard_normal(d))] if d > 1 else []
     for domain in domains:
-        W, norm = self_entropy(attention, domain, n), row_constant(attention, domain, n)
+        W, norm = self_entropy(attention, domain=domain, n=n), row_certificate(attention, domain=domain, n=n)
         assert W.verify()
         assert norm.verify()
         if isinstance(domain, (Ball, Ellipsoid)):
@@ -75,16 +75,16 @@ def test_no_configuration_exceeds_it(n, d):
 
 def test_row_constant_of_small_logits_is_one_and_of_large_ones_is_phi():
     small = SoftmaxAttention(0.1 * np.eye(2), np.eye(2))
-    assert row_constant(small, Ball(1.0), 10).value == pytest.approx(1.0, rel=1e-10)
+    assert row_certificate(small, domain=Ball(1.0), n=10).value == pytest.approx(1.0, rel=1e-10)
     # A = -I: the self token repels itself, W = a^2, and phi(a) is the least
     a = 9.0
     phi = np.sqrt(a**2 / 2 + 0.75 + 1 / (32 * a**2))
-    assert row_constant(SoftmaxAttention(-a * np.eye(2), np.eye(2)), Ball(1.0), 4).value == pytest.approx(
+    assert row_certificate(SoftmaxAttention(-a * np.eye(2), np.eye(2)), domain=Ball(1.0), n=4).value == pytest.approx(
         phi, rel=1e-10
     )
     # A = I: W is about a^2 / 4, and 1 + sqrt(W / 2) wins
-    W = self_entropy(SoftmaxAttention(100.0 * np.eye(2), np.eye(2)), Ball(1.0), 4).value
-    value = row_constant(SoftmaxAttention(100.0 * np.eye(2), np.eye(2)), Ball(1.0), 4).value
+    W = self_entropy(SoftmaxAttention(100.0 * np.eye(2), np.eye(2)), domain=Ball(1.0), n=4).value
+    value = row_certificate(SoftmaxAttention(100.0 * np.eye(2), np.eye(2)), domain=Ball(1.0), n=4).value
     assert value == pytest.approx(1 + np.sqrt(W / 2), rel=1e-9)
     assert W < 0.3 * 100.0**2
 
@@ -95,7 +95,7 @@ def test_identity_closed_form(n):
     a = 50.0
     tau = float(lambertw((n - 1) / np.e).real)
     exact = a**2 / 4 + a * tau if tau <= a / 2 else a**2 - max(0.0, a - tau) ** 2
-    bound = self_entropy(SoftmaxAttention(a * np.eye(2), np.eye(2)), Ball(1.0), n)
+    bound = self_entropy(SoftmaxAttention(a * np.eye(2), np.eye(2)), domain=Ball(1.0), n=n)
     assert exact * (1 - 1e-14) <= bound.value <= exact * (1 + 1e-9)
     assert bound.details["tau"] == pytest.approx(tau, rel=1e-14)
 
@@ -104,29 +104,29 @@ def test_identity_closed_form(n):
 def test_scaling_keeps_the_dimensionless_value(factor):
     rng = np.random.default_rng(0)
     A = 5.0 * rng.standard_normal((3, 3))
-    plain = self_entropy(SoftmaxAttention(A, np.eye(3)), Ball(1.0), 6).value
-    scaled = self_entropy(SoftmaxAttention(factor * A, np.eye(3)), Ball(factor**-0.5), 6).value
+    plain = self_entropy(SoftmaxAttention(A, np.eye(3)), domain=Ball(1.0), n=6).value
+    scaled = self_entropy(SoftmaxAttention(factor * A, np.eye(3)), domain=Ball(factor**-0.5), n=6).value
     assert scaled == pytest.approx(plain, rel=1e-10)
 
 
 def test_solvers_agree_and_zero_is_zero():
     rng = np.random.default_rng(1)
     attention = SoftmaxAttention(rng.standard_normal((4, 4)), np.eye(4), bias=rng.standard_normal(4))
-    search = self_entropy(attention, Ball(2.0), 8).value
+    search = self_entropy(attention, domain=Ball(2.0), n=8).value
     for solver in ("CLARABEL", "SCS"):
-        value = self_entropy(attention, Ball(2.0), 8, solver=solver).value
+        value = self_entropy(attention, domain=Ball(2.0), n=8, solver=solver).value
         assert search * (1 - 1e-10) <= value <= search * (1 + 1e-5)
     zero = SoftmaxAttention(np.zeros((2, 2)), np.eye(2))
     for domain in (Ball(1.0), Box(-np.ones(2), np.ones(2))):
-        assert self_entropy(zero, domain, 5).value == 0.0
-    assert self_entropy(attention, Box(np.ones(4), np.ones(4)), 5).value == 0.0
+        assert self_entropy(zero, domain=domain, n=5).value == 0.0
+    assert self_entropy(attention, domain=Box(np.ones(4), np.ones(4)), n=5).value == 0.0
 
 
 def test_masked_attention_and_bad_arguments():
     attention = SoftmaxAttention(np.eye(2), np.eye(2))
-    plain = self_entropy(attention, Ball(1.0), 5).value
-    assert self_entropy(MaskedAttention(attention), Ball(1.0), 5).value == plain
+    plain = self_entropy(attention, domain=Ball(1.0), n=5).value
+    assert self_entropy(MaskedAttention(attention), domain=Ball(1.0), n=5).value == plain
     with pytest.raises(ValueError, match="n must be at least 1"):
-        self_entropy(attention, Ball(1.0), 0)
+        self_entropy(attention, domain=Ball(1.0), n=0)
     with pytest.raises(ValueError, match="n must be an integer"):
-        row_constant(attention, Ball(1.0), 2.5)
+        row_certificate(attention, domain=Ball(1.0), n=2.5)
