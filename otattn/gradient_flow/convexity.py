@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.distances import bures_geodesic, bures_wasserstein, transport
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.gaussian_energies import GaussianEnergy
@@ -23,7 +24,7 @@ Pair = tuple[DiscreteMeasure, DiscreteMeasure] | tuple[GaussianMeasure, Gaussian
 
 
 @dataclass(frozen=True, eq=False)
-class DisplacementConvexity:
+class DisplacementConvexity(Result):
     r"""The second derivative of an energy along constant-speed geodesics, divided by the squared distance.
 
     E is lambda-convex along the geodesic when ``d^2/dt^2 E(mu_t) >= lambda W_2(mu_0, mu_1)^2``; then the flow that
@@ -64,6 +65,8 @@ class DisplacementConvexity:
     mu: DiscreteMeasure | GaussianMeasure
     nu: DiscreteMeasure | GaussianMeasure
     kind: ClassVar[Literal["estimate"]] = "estimate"
+
+    _columns = ("times", "energies", "slopes")
 
     @property
     def n_pairs(self) -> int:

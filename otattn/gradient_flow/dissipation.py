@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.errors import ConvergenceError
 from otattn.gradient_flow.energy import Energy
@@ -25,7 +26,7 @@ TURN = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class EnergyDissipation:
+class EnergyDissipation(Result):
     r"""``E(mu_t) - E(mu_0)`` against ``(1/c) int_0^t int M_s^{-1} |Gamma|^2 dmu_s ds`` along ``x' = Gamma_mu(x)``.
 
     Attributes
@@ -60,6 +61,8 @@ class EnergyDissipation:
     mobility: bool
     attention: AttentionMap
     mu: DiscreteMeasure
+
+    _columns = ("times", "energies", "work")
 
     def verify(self) -> bool:
         """Integrate again and compare; False as soon as energies, work or defect disagree."""

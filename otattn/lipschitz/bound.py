@@ -13,7 +13,7 @@ import numpy as np
 from numpy.linalg import LinAlgError
 
 from otattn import _validate as check
-from otattn._tabular import html_table
+from otattn._tabular import Result
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
@@ -30,7 +30,7 @@ _NORMAL = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class Bound(Result):
     """A Lipschitz or stability constant and what it stands for.
 
     The statement of an upper bound is ``(attention, domain, n, p, quantity)``: the value bounds that quantity of that map.
@@ -217,10 +217,9 @@ class Bound:
             **plain,
         }
 
-    def _repr_html_(self) -> str:
-        tokens = "any measure" if self.n is None else self.n
-        row = {"bound": self.kind, "value": self.value, "p": self.p, "n": tokens, "by": self.name}
-        return html_table([row])
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: which side, value, order, number of tokens (None: any measure), by which theorem."""
+        return [{"bound": self.kind, "value": self.value, "p": self.p, "n": self.n, "by": self.name}]
 
     @property
     def name(self) -> str:
@@ -229,7 +228,8 @@ class Bound:
 
     def __repr__(self) -> str:
         tokens = "any measure" if self.n is None else f"n={self.n}"
-        return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.name})"
+        name = self.name if len(self.name) <= 120 else f"{self.name[:117]}..."
+        return f"{type(self).__name__}({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {name})"
 
 
 def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *, exact: bool = False) -> Bound:
@@ -281,7 +281,7 @@ def same_map(first: Any, second: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Enclosure:
+class Enclosure(Result):
     """A witnessed lower and a proved upper bound of one constant.
 
     Raises
@@ -316,16 +316,11 @@ class Enclosure:
             return 1.0
         return self.upper.value / self.lower.value if self.lower.value > 0 else float("inf")
 
-    def _repr_html_(self) -> str:
-        row = {
-            "lower": self.lower.value,
-            "upper": self.upper.value,
-            "upper / lower": self.ratio,
-            "p": self.upper.p,
-            "n": "any measure" if self.upper.n is None and self.lower.n is None else self.lower.n,
-            "upper bound by": self.upper.name,
-        }
-        return html_table([row])
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: both values, their ratio, order, number of tokens (None: any measure), by what they are known."""
+        low, high = self.lower, self.upper
+        both = {"lower": low.value, "upper": high.value, "ratio": self.ratio}
+        return [{**both, "p": high.p, "n": low.n, "upper_by": high.name, "lower_by": low.name}]
 
     def __repr__(self) -> str:
         return f"Enclosure([{self.lower.value:.6g}, {self.upper.value:.6g}], ratio={self.ratio:.4g})"

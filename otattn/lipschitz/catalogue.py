@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from otattn import _validate as check
-from otattn._tabular import Tabular
+from otattn._files.saved import Saved
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.lipschitz.hypotheses import Reason
 from otattn.measures.domains import Ball, Domain
@@ -30,7 +31,7 @@ THEOREMS: dict[str, Theorem] = {}
 
 
 @dataclass(frozen=True, eq=False)
-class Theorem:
+class Theorem(Saved):
     """One theorem.
 
     Attributes
@@ -82,6 +83,14 @@ class Theorem:
         if domain is None and not self.everywhere:
             return "it says nothing on all of R^d; a radius or a domain must be given"
         return self.applies(attention, domain, n, p)
+
+    def _to_fields(self) -> dict[str, Any]:
+        return {"key": self.key}
+
+    @classmethod
+    def _from_fields(cls, state: dict[str, Any]) -> Theorem:
+        _read_all()
+        return THEOREMS[state["key"]]
 
     def row(self) -> dict[str, Any]:
         """The record, without its functions."""
@@ -139,7 +148,7 @@ def theorem(
 
 
 @dataclass(frozen=True, eq=False)
-class Catalogue(Tabular):
+class Catalogue(Result):
     """Theorems, and for a given map which of them apply.
 
     Attributes
@@ -205,9 +214,7 @@ def theorems(
     >>> [row["theorem"] for row in catalogue.rows() if row["applies"]]
     ['pointwise_bound']
     """
-    import otattn.lipschitz.bounds
-    import otattn.lipschitz.relaxations  # noqa: F401  (every theorem registers where its proof is)
-
+    _read_all()
     records = tuple(THEOREMS.values())
     if attention is None:
         return Catalogue(records)
@@ -228,6 +235,12 @@ def theorems(
     if None not in (dim, attention.in_dim) and dim != attention.in_dim:
         raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
     return Catalogue(records, tuple(_covers(t, attention, region, n, order) for t in records))
+
+
+def _read_all() -> None:
+    """Read the modules of all theorems: each registers where its proof is."""
+    import otattn.lipschitz.bounds
+    import otattn.lipschitz.relaxations  # noqa: F401
 
 
 def _covers(record: Theorem, attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:

@@ -95,7 +95,7 @@ def _check_new(name: str, known: Mapping[str, Any]) -> None:
         raise ValueError(f"name must be new, received {name!r}, which is registered already; choose another.")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Certificate(Bound):
     r"""A proved upper bound with the multipliers that prove it.
 
@@ -191,9 +191,6 @@ class Certificate(Bound):
             **solver,
             "residuals": dict(self.residuals),
         }
-
-    def __repr__(self) -> str:
-        return "Certificate" + super().__repr__().removeprefix("Bound")
 
 
 def certify(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn._tabular import Tabular
+from otattn._tabular import Result
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
@@ -77,7 +77,7 @@ def published_upper(attention: AttentionMap, *, radius: float, n: int | None) ->
 
 
 @dataclass(frozen=True, eq=False)
-class EnclosureTable(Tabular):
+class EnclosureTable(Result):
     """Enclosures for several numbers of tokens (or radii), with the published bound beside.
 
     Attributes

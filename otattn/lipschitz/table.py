@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound, prove
@@ -85,7 +86,7 @@ def _ball(region: Domain) -> Domain:
 
 
 @dataclass(frozen=True)
-class Crossover:
+class Crossover(Result):
     """The least number of tokens from which a mean-field bound is at most the bound for n tokens.
 
     Attributes

@@ -11,7 +11,7 @@ import pytest
 
 from otattn.attention import SoftmaxAttention
 from otattn.data import load_excerpt, load_layer, load_sample
-from otattn.data.archive import read_npy, read_npz
+from otattn._files.npz import read_npy, read_npz
 
 # Spectral norms of D_X f, computed once by an independent implementation: window, head, n, value.
 REFERENCE = [

@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.data.npy_header import Header, Refused, read_header
+from otattn._files.npy_header import Header, Refused, read_header
 
 __all__ = ["MAX_BYTES", "names_npz", "outline_npy", "outline_npz", "read_npy", "read_npz"]
 
