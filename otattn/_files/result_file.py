@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import stat
 from contextlib import suppress
 from enum import Enum
 from os import PathLike
@@ -112,11 +113,13 @@ def can_keep(value: Any) -> bool:
 def _plain_file(path: str | PathLike[str]) -> Path:
     try:
         file = Path(path).expanduser()
-        link = file.is_symlink()
+        mode = os.lstat(file).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return file
     except (TypeError, ValueError, OSError, RuntimeError) as exc:
         raise ValueError(f"path must be the name of a file, received {path!r} ({exc}); check it.") from exc
-    if link or not file.name or (file.exists() and not file.is_file()):
-        what = "a symbolic link" if link else "a folder or a device"
+    if not stat.S_ISREG(mode):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "a folder or a device"
         raise ValueError(f"path must be a plain file, received {what}, {str(path)!r}; name the file itself.")
     return file
 

@@ -61,7 +61,7 @@ class Saved:
         ]
         if wrong:
             raise ValueError(f"{cls.__name__}: {', '.join(wrong)}")
-        if cls.__dataclass_params__.init:  # type: ignore[attr-defined]
+        if cls.__dataclass_params__.init and set(inspect.signature(cls).parameters) == set(known):  # type: ignore[attr-defined]
             return cls(**state)
         out = object.__new__(cls)
         for name, value in state.items():
