@@ -9,6 +9,7 @@ import math
 import struct
 import sys
 import typing
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -171,7 +172,7 @@ def test_builders_build_what_they_say(name, built) -> None:
 
 
 def test_plain_values(result) -> None:
-    json.dumps(result.to_dict())
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_tables(result) -> None:
@@ -430,32 +431,23 @@ def test_damaged_files_are_refused_by_name(name, tmp_path) -> None:
 
 
 INVALID = {
-    "weights": (oa.DiscreteMeasure(X), "DiscreteMeasure", lambda arrays: arrays.update({"witness.weights": np.ones(5)})),
-    "rounded weights": (
-        oa.DiscreteMeasure(X), "DiscreteMeasure",
-        lambda arrays: arrays.update({"witness.weights": np.full(5, 0.2 + 1e-8)}),
-    ),
-    "times": (
-        oa.SpaceTimeMeasure.from_sequence(X), "SpaceTimeMeasure",
-        lambda arrays: arrays.update({"witness.times": np.full(5, 2.0)}),
-    ),
-    "covariance": (GAUSSIAN, "GaussianMeasure", lambda arrays: arrays.update({"witness.cov": -np.eye(2)})),
-    "gain": (oa.LayerNormDomain([1.0, 2.0]), "LayerNormDomain", lambda arrays: arrays.update({"witness.gain": np.ones(2)})),
-    "box": (oa.Box([0.0], [1.0]), "Box", lambda arrays: arrays.update({"witness.lower": np.array([2.0])})),
-    "factors": (
-        oa.SoftmaxAttention.from_qkv([[1.0, 2.0]], [[1.0, 3.0]], np.eye(2)), "SoftmaxAttention",
-        lambda arrays: arrays.update({"witness.A": np.eye(2)}),
-    ),
-    "norm": (oa.RMSNorm([1.0, 2.0]), "RMSNorm", lambda arrays: arrays.update({"witness.gain": np.ones((2, 2))})),
-}  # fmt: skip
+    "weights": (oa.DiscreteMeasure(X), {"weights": np.ones(5)}),
+    "rounded weights": (oa.DiscreteMeasure(X), {"weights": np.full(5, 0.2 + 1e-8)}),
+    "times": (oa.SpaceTimeMeasure.from_sequence(X), {"times": np.full(5, 2.0)}),
+    "covariance": (GAUSSIAN, {"cov": -np.eye(2)}),
+    "gain": (oa.LayerNormDomain([1.0, 2.0]), {"gain": np.ones(2)}),
+    "box": (oa.Box([0.0], [1.0]), {"lower": np.array([2.0])}),
+    "factors": (oa.SoftmaxAttention.from_qkv([[1.0, 2.0]], [[1.0, 3.0]], np.eye(2)), {"A": np.eye(2)}),
+    "norm": (oa.RMSNorm([1.0, 2.0]), {"gain": np.ones((2, 2))}),
+}
 
 
 @pytest.mark.parametrize("name", INVALID)
 def test_values_that_no_constructor_makes_are_refused(name, tmp_path) -> None:
-    value, cls, edit = INVALID[name]
+    value, edit = INVALID[name]
     path = tmp_path / "x.npz"
     oa.Bound(1.0, "lower", witness=value).save(path)
-    change(path, lambda meta, arrays: edit(arrays))
+    change(path, lambda meta, arrays: arrays.update({f"witness.{name}": value for name, value in edit.items()}))
     with pytest.raises(ValueError, match=r"must be a file written by Bound\.save"):
         oa.Bound.load(path)
 
@@ -486,7 +478,7 @@ def test_no_pickles_no_links_no_other_files(tmp_path) -> None:
             call("\0")
     with pytest.raises(FileNotFoundError):
         oa.Bound.load(tmp_path / "none.npz")
-    with pytest.raises(ValueError, match="must hold a Enclosure, received a Bound; read it with Bound.load"):
+    with pytest.raises(ValueError, match=r"must hold a Enclosure, received a Bound; read it with Bound\.load"):
         oa.Enclosure.load(path)
     assert isinstance(oa.Bound.load(path), oa.Bound)
 
@@ -499,12 +491,8 @@ def test_one_damaged_byte_is_noticed(tmp_path) -> None:
     whole = path.read_bytes()
     for place in range(0, len(whole), 29):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
-        try:
-            found = oa.Bound.load(path)
-        except ValueError as exc:
-            assert "must" in str(exc)
-        else:
-            identical(found, bound)
+        with suppress(ValueError):
+            identical(oa.Bound.load(path), bound)
 
 
 def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch) -> None:

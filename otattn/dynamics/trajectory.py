@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.ode_solution import packed, unpacked
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
-from otattn.dynamics.interpolation import packed, unpacked
 from otattn.dynamics.velocity import Normalization, Velocity
 
 __all__ = ["FlowStatus", "Trajectory"]

@@ -91,19 +91,8 @@ class DisplacementConvexity(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain numbers, ready for JSON."""
-        return {
-            "kind": self.kind,
-            "energy": type(self.energy).__name__,
-            "least": self.least,
-            "greatest": self.greatest,
-            "n_pairs": self.n_pairs,
-            "time": self.time,
-            "distance": self.distance,
-            "times": self.times.tolist(),
-            "energies": self.energies.tolist(),
-            "slopes": self.slopes.tolist(),
-        }
+        """The fields as plain values, with the kind and the number of pairs."""
+        return {"kind": self.kind, "n_pairs": self.n_pairs, **super().to_dict()}
 
     def __repr__(self) -> str:
         return (

@@ -76,19 +76,6 @@ class EnergyDissipation(Result):
             and abs(new.defect - self.defect) <= 1e-6 * (1.0 + self.defect)
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plain numbers, ready for JSON."""
-        return {
-            "times": self.times.tolist(),
-            "energies": self.energies.tolist(),
-            "work": self.work.tolist(),
-            "log_scale": self.log_scale,
-            "defect": self.defect,
-            "energy": type(self.energy).__name__,
-            "coefficient": self.coefficient,
-            "mobility": self.mobility,
-        }
-
     def __repr__(self) -> str:
         way = "ascent" if self.coefficient > 0 else "descent"
         return f"EnergyDissipation({way} of {type(self.energy).__name__}, defect={self.defect:.2e})"

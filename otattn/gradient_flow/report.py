@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn._tabular import Result
+from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.gradient_flow.asymmetry import Asymmetry
@@ -114,7 +114,7 @@ class GradientFlowReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
-        return {
+        found = {
             "attention": type(self.attention).__name__,
             **{f"{name}_defect": value for name, value in self.defects.items()},
             "energy": None if self.energy is None else type(self.energy).__name__,
@@ -123,8 +123,9 @@ class GradientFlowReport(Result):
             "gaussian_coefficient": self.gaussian_coefficient,
             "verdict": self.verdict,
             "tolerance": self.tolerance,
-            "standard_errors": dict(self.errors),
+            "standard_errors": self.errors,
         }
+        return dict(plain(found))
 
     def rows(self) -> list[dict[str, Any]]:
         """One record: the defects and the verdict."""

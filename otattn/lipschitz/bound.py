@@ -13,7 +13,7 @@ import numpy as np
 from numpy.linalg import LinAlgError
 
 from otattn import _validate as check
-from otattn._tabular import Result
+from otattn._tabular import Result, plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
@@ -204,8 +204,7 @@ class Bound(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
-        plain = {k: v for k, v in self.details.items() if isinstance(v, (int, float, str, bool))}
-        return {
+        found = {
             "value": self.value,
             "kind": self.kind,
             "p": self.p,
@@ -214,8 +213,9 @@ class Bound(Result):
             "reference": self.reference,
             **({} if math.isfinite(self.value) else {"log_value": self.log_value}),
             **({} if self.quantity == "lipschitz" else {"quantity": self.quantity}),
-            **plain,
+            **{k: v for k, v in self.details.items() if isinstance(v, (int, float, str, bool))},
         }
+        return dict(plain(found))
 
     def rows(self) -> list[dict[str, Any]]:
         """One record: which side, value, order, number of tokens (None: any measure), by which theorem."""

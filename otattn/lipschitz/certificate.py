@@ -18,6 +18,7 @@ from numpy.linalg import LinAlgError
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
@@ -189,7 +190,7 @@ class Certificate(Bound):
             **super().to_dict(),
             "relaxation": self.relaxation,
             **solver,
-            "residuals": dict(self.residuals),
+            "residuals": plain(self.residuals),
         }
 
 

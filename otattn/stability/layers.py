@@ -110,18 +110,11 @@ class LayerMeasurements(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One record a layer, head and n: the local constant (mean over windows), the published bound and ours."""
-        means = self.values.mean(axis=2)
+        columns = {"local": self.values.mean(axis=2), "published": self.published, "own": self.own}
+        axes = ((i, layer, j, head) for i, layer in enumerate(self.layers) for j, head in enumerate(self.heads))
         return [
-            {
-                "layer": layer,
-                "head": head,
-                "n": int(n),
-                "local": float(means[i, j, k]),
-                "published": float(self.published[i, j, k]),
-                "own": float(self.own[i, j, k]),
-            }
-            for i, layer in enumerate(self.layers)
-            for j, head in enumerate(self.heads)
+            {"layer": layer, "head": head, "n": int(n), **{name: float(v[i, j, k]) for name, v in columns.items()}}
+            for i, layer, j, head in axes
             for k, n in enumerate(self.n_values)
         ]
 

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from otattn import _validate as check
 from otattn._linalg import row_norms
-from otattn._tabular import Result
+from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap
 from otattn.lipschitz.local.value import local_lipschitz
 
@@ -123,9 +123,9 @@ class LocalGrowth(Result):
         """Plain lists, ready for JSON."""
         return {
             "n": [int(n) for n in self.n_values],
-            "particle": self.particle.tolist(),
-            "splitting": self.splitting.tolist(),
-            "radius": self.radii.tolist(),
+            "particle": plain(self.particle),
+            "splitting": plain(self.splitting),
+            "radius": plain(self.radii),
         }
 
 
