@@ -327,9 +327,6 @@ class Toy(oa.attention.SoftmaxAttention):
         super().__init__(A, V)
         object.__setattr__(self, "extra", extra)
 
-    def _rebuilt(self):
-        return Toy(self.A, self.V, self.extra)
-
 
 def test_what_no_file_can_hold_is_named(tmp_path) -> None:
     path = tmp_path / "x.npz"
@@ -478,6 +475,8 @@ def test_no_pickles_no_links_no_other_files(tmp_path) -> None:
             call("\0")
     with pytest.raises(FileNotFoundError):
         oa.Bound.load(tmp_path / "none.npz")
+    with pytest.raises(ValueError, match="in a folder that exists"):
+        bound.save(tmp_path / "none" / "x.npz")
     with pytest.raises(ValueError, match=r"must hold a Enclosure, received a Bound; read it with Bound\.load"):
         oa.Enclosure.load(path)
     assert isinstance(oa.Bound.load(path), oa.Bound)

@@ -43,9 +43,11 @@ def write_file(value: Saved, path: str | PathLike[str]) -> None:
     TypeError
         Something in it that no file can hold; the message names it.
     ValueError
-        ``path`` is a link, or no file.
+        ``path`` is a link, no file, or in no folder.
     """
     file = _plain_file(path)
+    if not file.parent.is_dir():
+        raise ValueError(f"path must lie in a folder that exists, received {str(file)!r}; create {file.parent} first.")
     writer = _Writer()
     root = writer.value(value, type(value).__name__)
     meta = {"format": FORMAT, "root": root, "objects": writer.objects}

@@ -68,7 +68,8 @@ class Saved:
             object.__setattr__(out, name, value)
         new = out._rebuilt()
         for name in known:
-            if not _close(getattr(out, name), getattr(new, name)):
+            own = getattr(out, name)
+            if not _close(own, getattr(new, name, own)):
                 raise ValueError(f"{cls.__name__}: {name!r} is not what its constructor makes")
         return out
 
