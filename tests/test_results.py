@@ -161,7 +161,7 @@ def test_every_public_result_has_a_builder() -> None:
     assert {cls.__name__ for cls in found if issubclass(cls, Result)} - {"Result"} == set(BUILDERS)
     # what is a dataclass and no result: maps, measures, domains, energies, and what the models room opens
     rest = {c for c in found if dataclasses.is_dataclass(c) and not issubclass(c, Saved)}
-    assert {c.__name__ for c in rest} == {"Head", "ModelConfig", "ModelLayer", "Projections", "SampleLayer"}
+    assert {c.__name__ for c in rest} == {"ModelConfig", "ModelLayer", "Projections", "SampleLayer"}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -477,7 +477,9 @@ def test_no_pickles_no_links_no_other_files(tmp_path) -> None:
         oa.Bound.load(tmp_path / "none.npz")
     with pytest.raises(ValueError, match="in a folder that exists"):
         bound.save(tmp_path / "none" / "x.npz")
-    with pytest.raises(ValueError, match=r"must hold a Enclosure, received a Bound; read it with Bound\.load"):
+    with pytest.raises(
+        ValueError, match=r"must hold an object of Enclosure, received one of Bound; read it with Bound\.load"
+    ):
         oa.Enclosure.load(path)
     assert isinstance(oa.Bound.load(path), oa.Bound)
 

@@ -99,7 +99,9 @@ def read_file(path: str | PathLike[str], kind: type) -> Any:
         ) from exc
     if not isinstance(value, kind):
         name = type(value).__name__
-        raise ValueError(f"{file} must hold a {kind.__name__}, received a {name}; read it with {name}.load.")
+        raise ValueError(
+            f"{file} must hold an object of {kind.__name__}, received one of {name}; read it with {name}.load."
+        )
     return value
 
 
