@@ -30,8 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     pictures = gallery(__file__, __doc__, argv)
     table = oa.structure_table(dim=3, n=8, rng=0)
     print(table.to_markdown())
-    verdicts = {row.variant: table.report(row.variant, "V = A").verdict for row in table.rows if row.values == "V = A"}
-    defects = np.array([v for row in table.rows for v in row.report.defects.values() if v is not None])
+    verdicts = {
+        row.variant: table.report(row.variant, "V = A").verdict for row in table.entries if row.values == "V = A"
+    }
+    defects = np.array([v for row in table.entries for v in row.report.defects.values() if v is not None])
     gap = defects[defects > 1e-6].min() / defects[defects <= 1e-6].max()
     print(f"headline: softmax: {verdicts['softmax']}; Sinkhorn: {verdicts['Sinkhorn']}; the cases are {gap:.0e} apart")
     assert verdicts["softmax"] == "gradient flow with mobility 1/Z", verdicts

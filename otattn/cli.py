@@ -323,7 +323,7 @@ def _gradient_flow(options: argparse.Namespace) -> None:
     data: dict[str, Any] = variants.to_dict()
     names = ("field", "wasserstein", "twisted", "bures", "dissipation")
     lines = [f"{'variant':<15} {'parameters':<26}" + "".join(f"{name:>12}" for name in names) + "  verdict"]
-    for row in variants.rows:
+    for row in variants.entries:
         cells = [row.report.defects[name] for name in names]
         shown = "".join(f"{'-' if c is None else f'{c:.1e}':>12}" for c in cells)
         lines.append(f"{row.variant:<15} {row.values:<26}{shown}  {row.report.verdict}")

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from otattn import cli
+from otattn._files import npz as archive
 from otattn.cli import main
-from otattn.data import archive, load_layer
+from otattn.data import load_layer
 
 EYE = np.eye(3)
 X = np.random.default_rng(0).normal(size=(4, 3))

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn.attention.jacobian import JacobianOperator
 from otattn.errors import NotGaussianPreservingError
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete, as_spacetime
@@ -25,7 +26,7 @@ MEMORY_BUDGET = 256 * 2**20
 """Bytes that the row blocks of one evaluation may take together (n x n arrays are only built below it)."""
 
 
-class AttentionMap(ABC):
+class AttentionMap(Saved, ABC):
     """A map that moves each token by a function of the whole measure, ``x -> Gamma_mu(x)``.
 
     Subclasses are immutable. A measure is a :class:`DiscreteMeasure`, an ``(n, d)`` array (uniform weights)

@@ -242,3 +242,6 @@ class TransformerBlock(Compose):
             else:
                 maps += [Residual(part), norm]
         super().__init__(*maps)
+
+    def _rebuilt(self) -> Compose:
+        return Compose(*self.maps)

@@ -171,6 +171,13 @@ class RotaryAttention(AttentionMap):
             object.__setattr__(out, field.name, check.frozen(parts[field.name]) if field.name in parts else value)
         return out
 
+    def _rebuilt(self) -> RotaryAttention:
+        names = ("layout", "scale", "query_bias", "key_bias", "value_bias", "length", "masked")
+        options = {name: getattr(self, name) for name in names}
+        out = RotaryAttention(self.Q, self.K, self.V, rotary_dim=2 * len(self.frequencies), **options)
+        object.__setattr__(out, "frequencies", check.frozen(check.vector(self.frequencies, "frequencies")))
+        return out
+
     def form(self, offset: float = 0.0) -> Array:
         """The bilinear form ``A(i - j)`` of tokens that are ``offset = i - j`` positions apart, ``(d, d)``."""
         at = check.as_float_array(offset, "offset", ndim=0).reshape(1)

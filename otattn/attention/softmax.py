@@ -143,6 +143,16 @@ class SoftmaxAttention(AttentionMap):
         )
         return out
 
+    def _rebuilt(self) -> SoftmaxAttention:
+        out = SoftmaxAttention(self.A, self.V, bias=self.bias, value_bias=self.value_bias)
+        if self.factors is not None:
+            q, k, bq = self.factors
+            new = self.from_qkv(q, k, self.V, scale=1.0, query_bias=bq, value_bias=self.value_bias)
+            size = 1e-9 * float(np.linalg.norm(q) * np.linalg.norm(k))  # entries of A may cancel
+            same = new.A.shape == self.A.shape and np.allclose(new.A, self.A, rtol=1e-9, atol=size)
+            object.__setattr__(out, "factors", new.factors if same else None)
+        return out
+
     @property
     def in_dim(self) -> int:
         return int(self.V.shape[1])

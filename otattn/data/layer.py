@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._files.npz import names_npz, outline_npy, outline_npz, read_npy, read_npz
 from otattn.attention import MultiHeadAttention, SoftmaxAttention
-from otattn.data.archive import names_npz, outline_npy, outline_npz, read_npy, read_npz
 
 __all__ = ["SampleLayer", "load_layer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib.resources import as_file, files
 
-from otattn.data.archive import read_npz
+from otattn._files.npz import read_npz
 from otattn.data.layer import SampleLayer, build_layer
 
 __all__ = ["load_excerpt", "load_sample"]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
@@ -35,7 +36,7 @@ Method = Literal["exact", "penalized"]
 
 
 @dataclass(frozen=True, eq=False)
-class ConditionalTransport:
+class ConditionalTransport(Result):
     """Optimal transport inside each time slice.
 
     Attributes
@@ -46,7 +47,7 @@ class ConditionalTransport:
         The common time marginal.
     values : ndarray (T,)
         ``W_p`` between the conditional measures.
-    rows, cols : tuple of T index arrays
+    mu_atoms, nu_atoms : tuple of T index arrays
         The atoms of ``mu`` and ``nu`` in each slice.
     slices : tuple of T TransportResult
         Plan, potentials and interval of each slice, on its own atoms, with total mass 1.
@@ -62,8 +63,8 @@ class ConditionalTransport:
     times: Array
     masses: Array
     values: Array
-    rows: tuple[Index, ...]
-    cols: tuple[Index, ...]
+    mu_atoms: tuple[Index, ...]
+    nu_atoms: tuple[Index, ...]
     slices: tuple[TransportResult, ...]
     lower: float
     upper: float
@@ -72,6 +73,8 @@ class ConditionalTransport:
     time_tol: float
     mu: SpaceTimeMeasure
     nu: SpaceTimeMeasure
+
+    _columns = ("times", "masses", "values")
 
     @property
     def plans(self) -> tuple[csr_array, ...]:
@@ -82,8 +85,8 @@ class ConditionalTransport:
     def plan(self) -> csr_array:
         """The whole plan ``(n, m)``, whose marginals are the weights of the two measures."""
         parts = [part.plan.tocoo() for part in self.slices]
-        rows = np.concatenate([at[c.row] for at, c in zip(self.rows, parts, strict=True)])
-        cols = np.concatenate([at[c.col] for at, c in zip(self.cols, parts, strict=True)])
+        rows = np.concatenate([at[c.row] for at, c in zip(self.mu_atoms, parts, strict=True)])
+        cols = np.concatenate([at[c.col] for at, c in zip(self.nu_atoms, parts, strict=True)])
         mass = np.concatenate([w * c.data for w, c in zip(self.masses, parts, strict=True)])
         return sparse_plan(rows, cols, mass, (self.mu.n, self.nu.n))
 

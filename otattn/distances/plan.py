@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import SIMPLEX_BYTES, check_budget, relative_rounding
 from otattn.distances.duality import (
@@ -180,7 +181,7 @@ def support(plan: csr_array) -> tuple[Index, Index, Array]:
 
 
 @dataclass(frozen=True, eq=False)
-class OptimalPlan:
+class OptimalPlan(Result):
     """An optimal transport plan for a cost matrix and the proof that it is one.
 
     Attributes

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.distances.bottleneck import bottleneck, witnessed_threshold
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
@@ -51,7 +52,7 @@ _EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
-class TransportResult:
+class TransportResult(Result):
     """An optimal plan between two measures and the proof of how optimal it is.
 
     Attributes

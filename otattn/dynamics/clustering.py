@@ -12,6 +12,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.dynamics.trajectory import Trajectory
 
@@ -21,7 +22,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Plateau:
+class Plateau(Result):
     """A time during which the number of clusters did not change."""
 
     count: int
@@ -35,7 +36,7 @@ class Plateau:
 
 
 @dataclass(frozen=True, eq=False)
-class ClusterHistory:
+class ClusterHistory(Result):
     """Clusters of the tokens at each time of a trajectory.
 
     Attributes
@@ -55,6 +56,8 @@ class ClusterHistory:
     counts: NDArray[np.intp]
     masses: tuple[Array, ...]
     tol: float
+
+    _columns = ("times", "counts")
 
     def time_to(self, count: int = 1) -> float:
         """First of ``times`` from which on there are at most ``count`` clusters; inf when that is not reached."""
@@ -123,7 +126,7 @@ def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHist
 
 
 @dataclass(frozen=True, eq=False)
-class Leaders:
+class Leaders(Result):
     """Whom each token follows, at each time of a trajectory.
 
     Attributes
@@ -144,6 +147,8 @@ class Leaders:
     leader: NDArray[np.bool_]
     followers: NDArray[np.intp]
     received: Array
+
+    _columns = ("times", "counts")
 
     @property
     def counts(self) -> NDArray[np.intp]:

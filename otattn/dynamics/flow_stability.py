@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
+from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
     L2Attention,
@@ -53,7 +54,7 @@ LARGEST_RADIUS = 1e120
 
 
 @dataclass(frozen=True, eq=False)
-class FlowStability:
+class FlowStability(Result):
     """``W_p(mu_t, nu_t) / W_p(mu_0, nu_0)`` along two flows of one attention map.
 
     Attributes
@@ -100,6 +101,14 @@ class FlowStability:
     def worst(self) -> float:
         """Largest ratio."""
         return float(self.ratios.max())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a time: distance, ratio, and the logarithm of each Gronwall bound."""
+        columns = {"time": self.times, "distance": self.distances, "ratio": self.ratios}
+        columns |= {f"log bound, {name}": values for name, values in self.log_bounds.items()}
+        return [
+            dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)
+        ]
 
     def verify(self, *, rtol: float = 1e-6) -> bool:
         """True when the distances are those of the two flows again, and no ratio exceeds a bound (to ``rtol``)."""

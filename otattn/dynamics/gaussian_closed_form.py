@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import psd_sqrt, symmetrize
+from otattn._tabular import Result
 from otattn.attention import AttentionMap, LinearAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.measures import GaussianMeasure
 
@@ -33,7 +34,7 @@ EIGENVALUE_TOL = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class CovarianceClosedForm:
+class CovarianceClosedForm(Result):
     """``Sigma(t) = Sigma_0^{1/2} (I - t Sigma_0^{1/2} H Sigma_0^{1/2})^{-1} Sigma_0^{1/2}``, t from the start.
 
     Attributes
@@ -55,6 +56,8 @@ class CovarianceClosedForm:
     root: Array
     rates: Array
     directions: Array
+
+    _columns = ("rates",)
 
     @property
     def blow_up_time(self) -> float:

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import symmetrize
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
 from otattn.dynamics.gaussian_fields import GaussianField, gaussian_field
@@ -47,7 +48,7 @@ RANK_ROUNDINGS = 16.0
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianLimit:
+class GaussianLimit(Result):
     """The limit of the covariance of a Gaussian flow.
 
     Attributes

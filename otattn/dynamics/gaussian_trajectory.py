@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limit
 from otattn.measures import GaussianMeasure
@@ -25,7 +26,7 @@ LOG_LARGEST = 700.0
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianTrajectory:
+class GaussianTrajectory(Result):
     """A Gaussian along its flow.
 
     Attributes
@@ -66,6 +67,8 @@ class GaussianTrajectory:
     attention: Any
     gaussian: GaussianMeasure
     tolerance: tuple[float, float]
+
+    _columns = ("times", "log_traces")
 
     @property
     def dim(self) -> int:
@@ -157,7 +160,7 @@ class GaussianTrajectory:
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianFlowBatch(Sequence[GaussianTrajectory]):
+class GaussianFlowBatch(Result, Sequence[GaussianTrajectory]):
     """Flows of several Gaussians under one attention map: a sequence of :class:`GaussianTrajectory`."""
 
     trajectories: tuple[GaussianTrajectory, ...]
@@ -175,6 +178,10 @@ class GaussianFlowBatch(Sequence[GaussianTrajectory]):
     def blow_up_times(self) -> Array:
         """Blow-up time of each member, inf where there is none; ``(B,)``."""
         return np.array([g.blow_up_time for g in self.trajectories])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a flow: how and when it ended, and its blow-up time."""
+        return [{"status": g.status, "end": g.end, "blow_up_time": g.blow_up_time} for g in self.trajectories]
 
     def __repr__(self) -> str:
         grown = int(np.isfinite(self.blow_up_times).sum())

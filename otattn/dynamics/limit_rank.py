@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limits, isotropic_dimension, scaled_factor
 
@@ -20,7 +21,7 @@ Value = Literal["identity", "random", "gram"]
 
 
 @dataclass(frozen=True, eq=False)
-class RankHistogram:
+class RankHistogram(Result):
     """Ranks of the limits of random Gaussian flows.
 
     Attributes
@@ -46,6 +47,8 @@ class RankHistogram:
     value: str
     symmetric: bool
     semidefinite: bool = False
+
+    _columns = ("ranks", "bounds")
 
     @property
     def counts(self) -> NDArray[np.intp]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.distances import bures_wasserstein, wasserstein
 from otattn.dynamics.flow import flow
@@ -24,7 +25,7 @@ Law = GaussianMeasure | Callable[[int, np.random.Generator], ArrayLike]
 
 
 @dataclass(frozen=True, eq=False)
-class MeanFieldLimit:
+class MeanFieldLimit(Result):
     """Distance of n-particle flows from the limit flow.
 
     Attributes
@@ -55,6 +56,14 @@ class MeanFieldLimit:
     def rate(self) -> float:
         """``-exponent``: distances fall like ``n^{-rate}``."""
         return -self.fit().exponent
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a size: mean distance over the samples, at the end and at time 0."""
+        means = (self.sizes, self.distances.mean(axis=1), self.initial.mean(axis=1))
+        return [
+            {"n": int(n), "distance": float(last), "initial": float(first)}
+            for n, last, first in zip(*means, strict=True)
+        ]
 
     def __repr__(self) -> str:
         return f"MeanFieldLimit({self.reference}, n={self.sizes.astype(int).tolist()}, rate={self.rate:.3g}, t={self.time:g})"

@@ -12,6 +12,7 @@ from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.dynamics.trajectory import Trajectory
 
 __all__ = ["LimitPolytope", "limit_polytope"]
@@ -23,7 +24,7 @@ LARGEST_HULL_DIM = 7
 
 
 @dataclass(frozen=True, eq=False)
-class LimitPolytope:
+class LimitPolytope(Result):
     """The convex hull of tokens, with vertices that stand apart.
 
     Attributes

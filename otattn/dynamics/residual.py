@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.dynamics.flow import check_span, flow
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at
@@ -102,7 +103,7 @@ def residual_steps(
 
 
 @dataclass(frozen=True, eq=False)
-class DepthConvergence:
+class DepthConvergence(Result):
     """Distance of finite-depth networks from the flow.
 
     Attributes
@@ -117,6 +118,8 @@ class DepthConvergence:
     depths: Array
     errors: Array
     reference: Trajectory
+
+    _columns = ("depths", "errors")
 
     @property
     def order(self) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.ode_solution import packed, unpacked
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.dynamics.velocity import Normalization, Velocity
@@ -21,7 +23,7 @@ FlowStatus = Literal["success", "blow_up", "event", "overflow", "failed"]
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory:
+class Trajectory(Result):
     """Tokens along a flow.
 
     Attributes
@@ -75,6 +77,18 @@ class Trajectory:
     event_points: tuple[Array, ...] = ()
     steps: Array | None = field(default=None, repr=False)
     dense: Callable[[float], Array] | None = field(default=None, repr=False)
+
+    def _to_fields(self) -> dict[str, Any]:
+        return {**super()._to_fields(), "dense": None if self.dense is None else packed(self.dense)}
+
+    @classmethod
+    def _from_fields(cls, state: dict[str, Any]) -> Any:
+        dense = state.get("dense")
+        return super()._from_fields({**state, "dense": dense if dense is None else unpacked(dense)})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a time: the radius of the support."""
+        return [{"time": float(t), "radius": float(r)} for t, r in zip(self.times, self.radii(), strict=True)]
 
     @property
     def n(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._files.saved import Saved
 from otattn.attention import (
     AttentionMap,
     L2Attention,
@@ -63,7 +64,7 @@ def linear_growth(attention: Any) -> bool:
     return isinstance(attention, SoftmaxAttention | L2Attention | SinkhornAttention | SigmoidAttention)
 
 
-class Velocity:
+class Velocity(Saved):
     """The right-hand side of a flow on ``(n, d)`` tokens.
 
     Parameters
@@ -98,6 +99,13 @@ class Velocity:
                 raise ValueError(
                     f"tokens must not be zero on the sphere, received token {int(self.norms.argmin())} = 0; move it."
                 )
+
+    def _to_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("attention", "measure", "normalization", "start")}
+
+    @classmethod
+    def _from_fields(cls, state: dict[str, Any]) -> Velocity:
+        return cls(**state)
 
     def attention_at(self, t: float) -> AttentionMap:
         """The map that acts on the state at time t (on rescaled tokens: with rescaled parameters)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._tabular import Result
 from otattn.attention.jacobian import JacobianOperator
 
 __all__ = ["Asymmetry", "dense_asymmetry", "operator_asymmetry", "probed_asymmetry"]
@@ -15,7 +16,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Asymmetry:
+class Asymmetry(Result):
     """``|J - J^T|_F / |J + J^T|_F``: 0 for a symmetric J, inf for a skew one.
 
     Attributes

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.distances import bures_geodesic, bures_wasserstein, transport
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.gaussian_energies import GaussianEnergy
@@ -23,7 +24,7 @@ Pair = tuple[DiscreteMeasure, DiscreteMeasure] | tuple[GaussianMeasure, Gaussian
 
 
 @dataclass(frozen=True, eq=False)
-class DisplacementConvexity:
+class DisplacementConvexity(Result):
     r"""The second derivative of an energy along constant-speed geodesics, divided by the squared distance.
 
     E is lambda-convex along the geodesic when ``d^2/dt^2 E(mu_t) >= lambda W_2(mu_0, mu_1)^2``; then the flow that
@@ -65,6 +66,8 @@ class DisplacementConvexity:
     nu: DiscreteMeasure | GaussianMeasure
     kind: ClassVar[Literal["estimate"]] = "estimate"
 
+    _columns = ("times", "energies", "slopes")
+
     @property
     def n_pairs(self) -> int:
         """Number of geodesics."""
@@ -88,19 +91,8 @@ class DisplacementConvexity:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain numbers, ready for JSON."""
-        return {
-            "kind": self.kind,
-            "energy": type(self.energy).__name__,
-            "least": self.least,
-            "greatest": self.greatest,
-            "n_pairs": self.n_pairs,
-            "time": self.time,
-            "distance": self.distance,
-            "times": self.times.tolist(),
-            "energies": self.energies.tolist(),
-            "slopes": self.slopes.tolist(),
-        }
+        """The fields as plain values, with the kind and the number of pairs."""
+        return {"kind": self.kind, "n_pairs": self.n_pairs, **super().to_dict()}
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.errors import ConvergenceError
 from otattn.gradient_flow.energy import Energy
@@ -25,7 +26,7 @@ TURN = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class EnergyDissipation:
+class EnergyDissipation(Result):
     r"""``E(mu_t) - E(mu_0)`` against ``(1/c) int_0^t int M_s^{-1} |Gamma|^2 dmu_s ds`` along ``x' = Gamma_mu(x)``.
 
     Attributes
@@ -61,6 +62,8 @@ class EnergyDissipation:
     attention: AttentionMap
     mu: DiscreteMeasure
 
+    _columns = ("times", "energies", "work")
+
     def verify(self) -> bool:
         """Integrate again and compare; False as soon as energies, work or defect disagree."""
         new = energy_dissipation(self.attention, self.mu, t_end=float(self.times[-1]), n_times=len(self.times))
@@ -72,19 +75,6 @@ class EnergyDissipation:
             and np.allclose(new.work, self.work, rtol=0.0, atol=1e-9 * size)
             and abs(new.defect - self.defect) <= 1e-6 * (1.0 + self.defect)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plain numbers, ready for JSON."""
-        return {
-            "times": self.times.tolist(),
-            "energies": self.energies.tolist(),
-            "work": self.work.tolist(),
-            "log_scale": self.log_scale,
-            "defect": self.defect,
-            "energy": type(self.energy).__name__,
-            "coefficient": self.coefficient,
-            "mobility": self.mobility,
-        }
 
     def __repr__(self) -> str:
         way = "ascent" if self.coefficient > 0 else "descent"

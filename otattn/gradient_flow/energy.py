@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn.measures import DiscreteMeasure, as_discrete
 
 __all__ = ["CombinedEnergy", "Energy", "symmetric_form"]
@@ -20,7 +21,7 @@ Scaled = tuple[Array, float]
 """Numbers and the exponent L of their common factor ``exp(L)``."""
 
 
-class Energy(ABC):
+class Energy(Saved, ABC):
     r"""A functional E of probability measures on R^d.
 
     Its first variation ``phi_mu`` is defined, up to a constant, by

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn._linalg import psd_sqrt, symmetrize
 from otattn.gradient_flow.energy import symmetric_form
 from otattn.measures import GaussianMeasure
@@ -19,7 +20,7 @@ __all__ = ["GaussianEnergy", "GaussianL2Energy", "GaussianSinkhornEnergy", "Gaus
 Array = NDArray[np.float64]
 
 
-class GaussianEnergy(ABC):
+class GaussianEnergy(Saved, ABC):
     r"""A function of Gaussian measures ``N(m, Sigma)`` with its Bures-Wasserstein gradient.
 
     The tangent ``(u, T)``, T symmetric, is the field ``x -> u + T (x - m)``; it moves the covariance by

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
     ExponentialAttention,
@@ -44,7 +45,7 @@ _POINTWISE: dict[type[AttentionMap], Callable[[Any], Energy]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class KnownStructure:
+class KnownStructure(Result):
     """``Gamma_mu = c M grad phi_mu``: an energy, a coefficient, and a mobility M.
 
     Attributes

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.gradient_flow.asymmetry import Asymmetry
@@ -27,7 +28,7 @@ VERDICTS = (
 
 
 @dataclass(frozen=True, eq=False)
-class GradientFlowReport:
+class GradientFlowReport(Result):
     """Defects from gradient structure; 0 where it holds, of order 0.1 to 1 where it fails.
 
     Every defect is ``|J - J^T|_F / |J + J^T|_F`` of the matrix that has to be symmetric, the largest over ``mu`` and
@@ -113,7 +114,7 @@ class GradientFlowReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
-        return {
+        found = {
             "attention": type(self.attention).__name__,
             **{f"{name}_defect": value for name, value in self.defects.items()},
             "energy": None if self.energy is None else type(self.energy).__name__,
@@ -122,8 +123,13 @@ class GradientFlowReport:
             "gaussian_coefficient": self.gaussian_coefficient,
             "verdict": self.verdict,
             "tolerance": self.tolerance,
-            "standard_errors": dict(self.errors),
+            "standard_errors": self.errors,
         }
+        return dict(plain(found))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: the defects and the verdict."""
+        return [{**self.defects, "verdict": self.verdict}]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {value:.1e}" for name, value in self.defects.items() if value is not None)

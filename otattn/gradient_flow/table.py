@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._tabular import dataframe, html_table
+from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
     ExponentialAttention,
@@ -42,27 +42,35 @@ VARIANTS: dict[str, Callable[[Array, Array], AttentionMap]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class StructureRow:
+class StructureRow(Result):
     """One variant with one choice of parameters, and what the check found."""
 
     variant: str
     values: str
     report: GradientFlowReport
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: variant, parameters, defects, verdict."""
+        return [{"variant": self.variant, "parameters": self.values, **self.report.rows()[0]}]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The names beside the numbers of the report."""
+        return {"variant": self.variant, "values": self.values, **self.report.to_dict()}
+
 
 @dataclass(frozen=True, eq=False)
-class StructureTable:
+class StructureTable(Result):
     """The defects of every variant.
 
     Attributes
     ----------
-    rows : tuple of StructureRow
+    entries : tuple of StructureRow
     dim, n : int
         Dimension and number of the random tokens.
     seed : int
     """
 
-    rows: tuple[StructureRow, ...]
+    entries: tuple[StructureRow, ...]
     dim: int
     n: int
     seed: int
@@ -75,10 +83,10 @@ class StructureTable:
         KeyError
             No such row; the message lists the names.
         """
-        for row in self.rows:
+        for row in self.entries:
             if (row.variant, row.values) == (variant, values):
                 return row.report
-        raise KeyError(f"no row ({variant!r}, {values!r}); there are {[(r.variant, r.values) for r in self.rows]}.")
+        raise KeyError(f"no row ({variant!r}, {values!r}); there are {[(r.variant, r.values) for r in self.entries]}.")
 
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
@@ -86,7 +94,7 @@ class StructureTable:
             "dim": self.dim,
             "n": self.n,
             "seed": self.seed,
-            "rows": [{"variant": r.variant, "values": r.values, **r.report.to_dict()} for r in self.rows],
+            "rows": [r.to_dict() for r in self.entries],
         }
 
     def to_markdown(self) -> str:
@@ -94,7 +102,7 @@ class StructureTable:
         names = ("field", "wasserstein", "twisted", "mobility", "bures", "dissipation")
         head = ["variant", "parameters", *names, "verdict", "energy"]
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for row in self.rows:
+        for row in self.entries:
             r = row.report
             cells = ["-" if r.defects[name] is None else f"{r.defects[name]:.1e}" for name in names]
             energy = "-"
@@ -103,27 +111,12 @@ class StructureTable:
             lines.append("| " + " | ".join([row.variant, row.values, *cells, r.verdict, energy]) + " |")
         return "\n".join(lines)
 
-    def _records(self) -> list[dict[str, Any]]:
-        return [
-            {"variant": r.variant, "parameters": r.values, **r.report.defects, "verdict": r.report.verdict}
-            for r in self.rows
-        ]
-
-    def to_dataframe(self) -> Any:
-        """Defects and verdicts as a pandas DataFrame.
-
-        Raises
-        ------
-        ImportError
-            pandas is not installed; otattn does not require it.
-        """
-        return dataframe(self._records())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._records())
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a variant: its defects and the verdict."""
+        return [row for entry in self.entries for row in entry.rows()]
 
     def __repr__(self) -> str:
-        return f"StructureTable({len(self.rows)} rows, dim={self.dim}, n={self.n}, seed={self.seed})"
+        return f"StructureTable({len(self.entries)} rows, dim={self.dim}, n={self.n}, seed={self.seed})"
 
 
 def structure_table(*, dim: int = 3, n: int = 8, rng: np.random.Generator | int, scale: float = 1.0) -> StructureTable:

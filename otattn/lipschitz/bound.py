@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.linalg import LinAlgError
 
-from otattn._tabular import html_table
+from otattn._tabular import Result, plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
 from otattn.lipschitz.containment import domain_contains
@@ -27,7 +27,7 @@ _NORMAL = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class Bound(Result):
     """A Lipschitz or stability constant and what it stands for.
 
     The statement of an upper bound is ``(attention, domain, n, p, quantity)``: the value bounds that quantity of that map.
@@ -201,8 +201,7 @@ class Bound:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain numbers, ready for JSON."""
-        plain = {k: v for k, v in self.details.items() if isinstance(v, (int, float, str, bool))}
-        return {
+        found = {
             "value": self.value,
             "kind": self.kind,
             "p": self.p,
@@ -211,13 +210,13 @@ class Bound:
             "reference": self.reference,
             **({} if math.isfinite(self.value) else {"log_value": self.log_value}),
             **({} if self.quantity == "lipschitz" else {"quantity": self.quantity}),
-            **plain,
+            **{k: v for k, v in self.details.items() if isinstance(v, (int, float, str, bool))},
         }
+        return dict(plain(found))
 
-    def _repr_html_(self) -> str:
-        tokens = "any measure" if self.n is None else self.n
-        row = {"bound": self.kind, "value": self.value, "p": self.p, "n": tokens, "by": self.name}
-        return html_table([row])
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: which side, value, order, number of tokens (None: any measure), by which theorem."""
+        return [{"bound": self.kind, "value": self.value, "p": self.p, "n": self.n, "by": self.name}]
 
     @property
     def name(self) -> str:
@@ -226,7 +225,8 @@ class Bound:
 
     def __repr__(self) -> str:
         tokens = "any measure" if self.n is None else f"n={self.n}"
-        return f"Bound({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {self.name})"
+        name = self.name if len(self.name) <= 120 else f"{self.name[:117]}..."
+        return f"{type(self).__name__}({self.kind} {self.value:.6g}, p={self.p:g}, {tokens}, {name})"
 
 
 def stated(bound: Bound, attention: Any) -> Bound:
@@ -250,7 +250,7 @@ def same_map(first: Any, second: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Enclosure:
+class Enclosure(Result):
     """A witnessed lower and a proved upper bound of one constant.
 
     Raises
@@ -285,16 +285,11 @@ class Enclosure:
             return 1.0
         return self.upper.value / self.lower.value if self.lower.value > 0 else float("inf")
 
-    def _repr_html_(self) -> str:
-        row = {
-            "lower": self.lower.value,
-            "upper": self.upper.value,
-            "upper / lower": self.ratio,
-            "p": self.upper.p,
-            "n": "any measure" if self.upper.n is None and self.lower.n is None else self.lower.n,
-            "upper bound by": self.upper.name,
-        }
-        return html_table([row])
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: both values, their ratio, order, number of tokens (None: any measure), by what they are known."""
+        low, high = self.lower, self.upper
+        both = {"lower": low.value, "upper": high.value, "ratio": self.ratio}
+        return [{**both, "p": high.p, "n": low.n, "upper_by": high.name, "lower_by": low.name}]
 
     def __repr__(self) -> str:
         return f"Enclosure([{self.lower.value:.6g}, {self.upper.value:.6g}], ratio={self.ratio:.4g})"

@@ -7,7 +7,7 @@ from otattn.lipschitz.lower.published import (
     castin2024_large_radius,
     castin2024_mean_field_lower,
 )
-from otattn.lipschitz.table import Crossover, crossover, table
+from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
 from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
 from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
 from otattn.lipschitz.upper.multi_head import multi_head
@@ -23,6 +23,7 @@ from otattn.lipschitz.upper.softmax import column_bound, column_sum, density_bou
 from otattn.lipschitz.upper.unnormalised import pointwise_bound
 
 __all__ = [
+    "BoundTable",
     "Crossover",
     "at_measure_bound",
     "castin2024_discrete",

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from otattn import _validate as check
-from otattn._tabular import Tabular
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
-from otattn.lipschitz.theorem import THEOREMS, Theorem
+from otattn.lipschitz.theorem import THEOREMS, Theorem, read_all
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["Catalogue", "theorems"]
 
 
 @dataclass(frozen=True, eq=False)
-class Catalogue(Tabular):
+class Catalogue(Result):
     """Theorems, and for a given map which of them apply.
 
     Attributes
@@ -81,9 +81,7 @@ def theorems(
     >>> [row["theorem"] for row in catalogue.rows() if row["applies"]]
     ['pointwise_bound']
     """
-    import otattn.lipschitz.bounds
-    import otattn.lipschitz.relaxations  # noqa: F401  (every theorem registers where its proof is)
-
+    read_all()
     records = tuple(THEOREMS.values())
     if attention is None:
         return Catalogue(records)

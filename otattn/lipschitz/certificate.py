@@ -18,6 +18,7 @@ from numpy.linalg import LinAlgError
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
@@ -96,7 +97,7 @@ def _check_new(name: str, known: Mapping[str, Any]) -> None:
         raise ValueError(f"name must be new, received {name!r}, which is registered already; choose another.")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Certificate(Bound):
     r"""A proved upper bound with the multipliers that prove it.
 
@@ -191,11 +192,8 @@ class Certificate(Bound):
             **super().to_dict(),
             "relaxation": self.relaxation,
             **solver,
-            "residuals": dict(self.residuals),
+            "residuals": plain(self.residuals),
         }
-
-    def __repr__(self) -> str:
-        return "Certificate" + super().__repr__().removeprefix("Bound")
 
 
 def certify(

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
-from otattn._tabular import Tabular
+from otattn._tabular import Result, plain
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
@@ -61,7 +61,7 @@ def reduced_head(head: SoftmaxAttention) -> tuple[SoftmaxAttention, Array | None
 
 
 @dataclass(frozen=True, eq=False)
-class RealAgainstAdversarial(Tabular):
+class RealAgainstAdversarial(Result):
     """Local constants of heads at real tokens and at adversarial tokens of no larger norm.
 
     Attributes
@@ -115,7 +115,7 @@ class RealAgainstAdversarial(Tabular):
             "adversarial": self.adversarial.tolist(),
             "ball_radius": self.radius,
             "method": self.method,
-            "heads": self.rows(),
+            "heads": plain(self.rows()),
         }
 
 

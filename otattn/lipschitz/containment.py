@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._files.saved import Saved
 from otattn.measures import DiscreteMeasure
 from otattn.measures.domains import Ball, Box, Ellipsoid, PointSet
 
@@ -18,7 +19,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class NearTokens:
+class NearTokens(Saved):
     """All configurations whose tokens lie within ``radius`` of given ones: ``|x'_i - x_i| <= radius``.
 
     Attributes

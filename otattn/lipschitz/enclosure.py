@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn._tabular import Tabular
+from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
@@ -77,7 +77,7 @@ def published_upper(attention: AttentionMap, *, radius: float, n: int | None) ->
 
 
 @dataclass(frozen=True, eq=False)
-class EnclosureTable(Tabular):
+class EnclosureTable(Result):
     """Enclosures for several numbers of tokens (or radii), with the published bound beside.
 
     Attributes
@@ -118,7 +118,7 @@ class EnclosureTable(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""
-        return {"parameter": self.parameter, "rows": self.rows()}
+        return {"parameter": self.parameter, "rows": plain(self.rows())}
 
     def __str__(self) -> str:
         lines = [f"{self.parameter:>10} {'lower':>12} {'upper':>12} {'ratio':>7} {'published':>12}  upper bound by"]

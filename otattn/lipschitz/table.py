@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound
@@ -18,10 +20,30 @@ from otattn.lipschitz.upper import l2, masked, multi_head, published, rotary, un
 from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["Crossover", "closed_bounds", "crossover", "table"]
+__all__ = ["BoundTable", "Crossover", "closed_bounds", "crossover", "table"]
 
 CLOSED = (l2, masked, published, published_below, rotary, multi_head, unnormalised)
 """The modules whose theorems a table shows: they are registered when their modules are read."""
+
+
+@dataclass(frozen=True, eq=False)
+class BoundTable(Result, Sequence[Bound]):
+    """Bounds of one constant side by side: upper ones, smallest first, then lower ones, largest first."""
+
+    bounds: tuple[Bound, ...]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.bounds[index]
+
+    def __iter__(self) -> Iterator[Bound]:
+        return iter(self.bounds)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a bound."""
+        return [row for bound in self.bounds for row in bound.rows()]
 
 
 def table(
@@ -31,13 +53,13 @@ def table(
     domain: Domain | None = None,
     n: int | None = None,
     p: float = 2,
-) -> list[Bound]:
+) -> BoundTable:
     """Every closed-form bound that applies: upper ones, smallest first, then lower ones, largest first.
 
     Parameters
     ----------
     attention : softmax, L2, unnormalised or multi-head attention, masked or not
-        Other kinds have no closed-form bound here and give an empty list.
+        Other kinds have no closed-form bound here and give an empty table.
     radius : float, optional
         Tokens in the centred ball; or ``domain`` (the published bounds then use its largest norm).
     domain : Domain, optional
@@ -61,7 +83,7 @@ def table(
             found += closed_bounds(record, attention, region, count, order)
     uppers = sorted((b for b in found if b.kind == "upper"), key=lambda b: b.log_value)
     lowers = sorted((b for b in found if b.kind == "lower"), key=lambda b: -b.log_value)
-    return uppers + lowers
+    return BoundTable((*uppers, *lowers))
 
 
 def closed_bounds(record: Theorem, attention: AttentionMap, region: Domain, n: int | None, p: float) -> list[Bound]:
@@ -85,7 +107,7 @@ def _ball(region: Domain) -> Domain:
 
 
 @dataclass(frozen=True)
-class Crossover:
+class Crossover(Result):
     """The least number of tokens from which a mean-field bound is at most the bound for n tokens.
 
     Attributes

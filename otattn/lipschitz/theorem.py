@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.hypotheses import Reason
@@ -31,6 +32,7 @@ __all__ = [
     "Theorem",
     "check_count",
     "prove",
+    "read_all",
     "resolve_domain",
     "theorem",
 ]
@@ -61,7 +63,7 @@ THEOREMS: dict[str, Theorem] = {}
 
 
 @dataclass(frozen=True, eq=False)
-class Theorem:
+class Theorem(Saved):
     """One theorem.
 
     Attributes
@@ -119,6 +121,14 @@ class Theorem:
         options = {"effort": effort} if "effort" in inspect.signature(self.evaluate).parameters else {}
         found: Bound = self.evaluate(attention, domain, n, p, **options)
         return found
+
+    def _to_fields(self) -> dict[str, Any]:
+        return {"key": self.key}
+
+    @classmethod
+    def _from_fields(cls, state: dict[str, Any]) -> Theorem:
+        read_all()
+        return THEOREMS[state["key"]]
 
     def row(self) -> dict[str, Any]:
         """The record, without its functions."""
@@ -316,3 +326,9 @@ def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None)
     if dim is not None and domain.dim is not None and domain.dim != dim:
         raise ValueError(f"domain must have dimension {dim} like the attention, received {domain.dim}.")
     return domain
+
+
+def read_all() -> None:
+    """Read the modules of all theorems: each registers where its proof is."""
+    import otattn.lipschitz.bounds
+    import otattn.lipschitz.relaxations  # noqa: F401

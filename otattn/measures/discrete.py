@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn._linalg import row_norms
 
 __all__ = ["DiscreteMeasure", "as_discrete"]
@@ -21,7 +22,7 @@ DIGITS = 4.0 * float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class DiscreteMeasure:
+class DiscreteMeasure(Saved):
     """A probability measure ``mu = sum_i w_i delta_{x_i}`` on R^d.
 
     Parameters

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 
 __all__ = ["Ball", "Box", "Domain", "Ellipsoid", "LayerNormDomain", "PointSet"]
@@ -19,7 +20,7 @@ _FAR = 1e100
 """Points further than this many half axes count as at this distance in projections."""
 
 
-class Domain(ABC):
+class Domain(Saved, ABC):
     """A compact set of R^d that holds the tokens."""
 
     @property
@@ -177,6 +178,9 @@ class LayerNormDomain(Ellipsoid):
         b = None if bias is None else check.moderate(check.vector(bias, "bias", size=d), "bias")
         super().__init__(np.sqrt(d) * g[:, None] * basis, b)
         object.__setattr__(self, "gain", check.frozen(g))
+
+    def _rebuilt(self) -> LayerNormDomain:
+        return LayerNormDomain(self.gain, self.center)
 
     def project(self, x: ArrayLike) -> NDArray[np.float64]:
         """Radial map: undo gain and bias, centre, rescale to norm sqrt(d), redo them.

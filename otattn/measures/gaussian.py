@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn._linalg import psd_eigh, psd_sqrt, symmetrize
 from otattn.measures.discrete import DiscreteMeasure
 
@@ -64,7 +65,7 @@ def check_covariances(value: Any, name: str, *, resolution: float | None = None)
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class GaussianMeasure:
+class GaussianMeasure(Saved):
     """The Gaussian measure ``N(mean, cov)``, of any rank.
 
     Parameters
@@ -116,4 +117,4 @@ class GaussianMeasure:
         return GaussianMeasure(mean, cov)
 
     def __repr__(self) -> str:
-        return f"GaussianMeasure(dim={self.dim}, rank={int(np.linalg.matrix_rank(self.cov, hermitian=True))})"
+        return f"GaussianMeasure(dim={self.dim}, trace={float(np.trace(self.cov)):.6g})"

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn.measures.discrete import DiscreteMeasure
 
 __all__ = ["SpaceTimeMeasure", "as_spacetime"]
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class SpaceTimeMeasure:
+class SpaceTimeMeasure(Saved):
     """A probability measure ``sum_i w_i delta_{(t_i, x_i)}`` on ``[0, 1] x R^d``.
 
     Parameters

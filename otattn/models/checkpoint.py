@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.data.archive import MAX_BYTES
+from otattn._files.npz import MAX_BYTES
 from otattn.models.files import existing
 
 __all__ = ["ArrayCheckpoint", "Checkpoint", "FileCheckpoint"]

@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from otattn._files import npz
+
 __all__ = ["existing", "foreign", "is_folder", "named_path", "objects_once", "read_json", "refuse_pointer"]
 
 MAX_JSON = 16 * 2**20
@@ -69,16 +71,7 @@ def is_folder(path: Path) -> bool:
 
 def existing(path: str | PathLike[str]) -> Path:
     """``path``, if it is a file."""
-    file = named_path(path)
-    try:
-        known = file.exists()
-    except (OSError, ValueError) as exc:  # a name that is too long, or holds a null
-        raise ValueError(f"{str(path)!r} must be the name of a file, but is not ({exc}); check it.") from exc
-    if not known:
-        raise FileNotFoundError(f"{file} must be an existing file, received a path where there is none; check it.")
-    if not file.is_file():
-        raise ValueError(f"{file} must be a file, received a directory or a device; name the file in it.")
-    return file
+    return npz.existing(named_path(path))
 
 
 def foreign(path: Path) -> tuple[str, str] | None:

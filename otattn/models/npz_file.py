@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.data.archive import outline_npz, read_npz
+from otattn._files.npz import outline_npz, read_npz
 from otattn.models.checkpoint import FileCheckpoint
 
 __all__ = ["NpzCheckpoint"]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.attention import JacobianOperator
 from otattn.errors import ConvergenceError
 from otattn.operators.fused import FusedJacobian
@@ -32,7 +33,7 @@ VANISHED = 1e-24
 
 
 @dataclass(frozen=True, eq=False)
-class TopSingular:
+class TopSingular(Result):
     r"""The largest singular value of an operator J with its vectors and what is known of its error.
 
     Attributes

@@ -59,9 +59,9 @@ def plot_structure_table(table: StructureTable, *, ax: Any = None) -> Any:
     Cells give the defect, by its power of ten below 0.01; a dash marks tests that do not apply.
     """
     expect(table, StructureTable, "table")
-    ax = axes(ax, figsize=(7.6, 1.2 + 0.24 * len(table.rows)))
-    data = np.full((len(table.rows), len(_COLUMNS)), np.nan)
-    for i, row in enumerate(table.rows):
+    ax = axes(ax, figsize=(7.6, 1.2 + 0.24 * len(table.entries)))
+    data = np.full((len(table.entries), len(_COLUMNS)), np.nan)
+    for i, row in enumerate(table.entries):
         for j, name in enumerate(_COLUMNS):
             value = row.report.defects[name]
             if value is not None:
@@ -74,7 +74,7 @@ def plot_structure_table(table: StructureTable, *, ax: Any = None) -> Any:
         ax.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
     names = ["field", "Wasserstein", "times Z", "any\nmobility", "Gaussians", "energy\nbalance"]
     ax.set_xticks(range(len(_COLUMNS)), names)
-    ax.set_yticks(range(len(table.rows)), [f"{r.variant}, {r.values}" for r in table.rows], fontsize=7)
+    ax.set_yticks(range(len(table.entries)), [f"{r.variant}, {r.values}" for r in table.entries], fontsize=7)
     ax.tick_params(axis="x", labelsize=8)
     ax.set_xlabel("structure that is tested")
     ax.figure.colorbar(image, ax=ax, label="log10 of the defect")

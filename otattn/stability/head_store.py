@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.data.archive import read_npz
+from otattn._files.npz import read_npz
 from otattn.errors import StoreWarning
 from otattn.models import Transformer
 from otattn.stability.fingerprint import fingerprint

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._tabular import Result
 from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.models import Transformer
 from otattn.stability.head_store import HeadStore
@@ -30,7 +31,7 @@ SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMeasurements:
+class LayerMeasurements(Result):
     """What was measured; axes are (layer, head, window, n) where they apply.
 
     Attributes
@@ -106,6 +107,16 @@ class LayerMeasurements:
                     raise ValueError(f"{name} must be one of {list(known)}, received {wanted!r}; measure it first.")
                 array = array.take([known.index(wanted)], axis=axis)
         return array
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a layer, head and n: the local constant (mean over windows), the published bound and ours."""
+        columns = {"local": self.values.mean(axis=2), "published": self.published, "own": self.own}
+        axes = ((i, layer, j, head) for i, layer in enumerate(self.layers) for j, head in enumerate(self.heads))
+        return [
+            {"layer": layer, "head": head, "n": int(n), **{name: float(v[i, j, k]) for name, v in columns.items()}}
+            for i, layer, j, head in axes
+            for k, n in enumerate(self.n_values)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, ready for JSON (nan becomes None)."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._tabular import html_table
+from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
 from otattn.distances.bures import bures_wasserstein
 from otattn.distances.conditional import conditional_wasserstein
@@ -29,7 +29,7 @@ SHAVE = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
-class StabilityRatio:
+class StabilityRatio(Result):
     """``W_p(F(mu), F(nu)) / W_p(mu, nu)`` for one pair of measures.
 
     Attributes
@@ -89,10 +89,6 @@ class StabilityRatio:
             and 0.0 <= self.certified_lower <= min(self.value, found.proven)
             and self.resolution == new.resolution
         )
-
-    def _repr_html_(self) -> str:
-        names = ("value", "certified_lower", "numerator", "denominator", "p", "resolution")
-        return html_table([{name: getattr(self, name) for name in names}])
 
     def __repr__(self) -> str:
         return (

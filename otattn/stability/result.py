@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._tabular import dataframe, html_table
+from otattn._files.result_file import can_keep
+from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
-from otattn.data.archive import read_npz
 from otattn.lipschitz.bound import Bound
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
-from otattn.stability.certify import Resolution
+from otattn.measures import GaussianMeasure
 from otattn.stability.inference import LEAST_SAMPLE, Statistic, bootstrap_interval, endpoint
 from otattn.stability.ratio import StabilityRatio
 
@@ -29,11 +26,9 @@ Sampler = Callable[[np.random.Generator], tuple[Any, Any]]
 Seed = tuple[int, tuple[int, ...]]
 """Entropy and spawn key of a SeedSequence."""
 
-FORMAT = 2
-
 
 @dataclass(frozen=True, eq=False)
-class StabilityStudy:
+class StabilityStudy(Result):
     """The stability ratios of ``n_pairs`` random pairs of measures.
 
     Attributes
@@ -48,7 +43,7 @@ class StabilityStudy:
     seed : tuple
         Entropy and spawn key of the root seed; pair i is drawn from its i-th child.
     attention, sampler
-        What was studied; None after :meth:`load` without them.
+        What was studied; functions of the caller are None after :meth:`load` without them.
     labels : dict
         "attention" and "sampler" in words.
     """
@@ -206,62 +201,33 @@ class StabilityStudy:
             "estimate": estimate,
         }
 
-    def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row a pair that was not skipped: ``pair, ratio, numerator, denominator``.
-
-        Raises
-        ------
-        ImportError
-            pandas is not installed; otattn does not require it.
-        """
+    def rows(self) -> list[dict[str, Any]]:
+        """One record a pair that was not skipped: its index, ratio, numerator and denominator."""
         live = self.indices
         columns = live, self.ratios, self.numerators[live], self.denominators[live]
         names = ("pair", "ratio", "numerator", "denominator")
-        return dataframe([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)])
+        return [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
-    def _repr_html_(self) -> str:
+    def _html_rows(self) -> list[dict[str, Any]]:
         low, high = self.confidence_interval(statistic="median")
-        return html_table(
-            [
-                {
-                    "pairs": self.n_pairs,
-                    "p": self.p,
-                    "largest ratio": self.best.value,
-                    "certified": self.best.certified_lower,
-                    "resolution": self.best.resolution,
-                    "median": self.quantile(0.5),
-                    "95% of the median": f"[{low:.6g}, {high:.6g}]",
-                }
-            ]
-        )
+        row = {"pairs": self.n_pairs, **self.best.rows()[0], "median": self.quantile(0.5)}
+        return [{**row, "95% of the median": f"[{low:.6g}, {high:.6g}]"}]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the study to one ``.npz`` file without pickles; the file appears whole or not at all.
+    def _to_fields(self) -> dict[str, Any]:
+        """A function of the caller is no part of a file: its name is kept in ``labels``."""
+        state = super()._to_fields()
+        if not can_keep(self.sampler):
+            state["sampler"] = None
+        if not can_keep(self.attention):
+            state |= {"attention": None, "best": replace(self.best, attention=None)}
+        return state
 
-        The attention and the sampler are not in it, but their names and the best pair are.
-        """
-        best, kind = self.best, type(self.best.mu).__name__
-        meta = {
-            "format": FORMAT,
-            "p": self.p,
-            "entropy": str(self.seed[0]),
-            "spawn_key": list(self.seed[1]),
-            "labels": self.labels,
-            "best": [best.value, best.numerator, best.denominator, best.certified_lower],
-            "resolution": str(best.resolution),
-            "kind": kind,
-        }
-        arrays = {"numerators": self.numerators, "denominators": self.denominators}
-        for side, measure in (("mu", best.mu), ("nu", best.nu)):
-            arrays |= {f"{side}_{name}": getattr(measure, name) for name in _FIELDS[kind][1]}
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            with open(draft, "wb") as stream:
-                np.savez_compressed(stream, allow_pickle=False, meta=np.array(json.dumps(meta)), **arrays)
-            os.replace(draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
+    @classmethod
+    def _from_fields(cls, state: dict[str, Any]) -> StabilityStudy:
+        study: StabilityStudy = super()._from_fields(state)
+        if study.numerators.shape != study.denominators.shape or study.best.value != study.ratios.max():
+            raise ValueError(f"its best value {study.best.value!r} is not the largest of its ratios")
+        return study
 
     @classmethod
     def load(
@@ -271,50 +237,18 @@ class StabilityStudy:
         attention: AttentionMap | None = None,
         sampler: Sampler | None = None,
     ) -> StabilityStudy:
-        """Read what :meth:`save` wrote; give the attention and the sampler to verify or redraw its pairs."""
-        arrays = read_npz(path)
-        try:
-            meta = json.loads(str(arrays["meta"][()]))
-            if meta["format"] != FORMAT:
-                raise ValueError(f"format {meta['format']}")
-            build, names = _FIELDS[meta["kind"]]
-            mu, nu = (build(*(arrays[f"{side}_{name}"] for name in names)) for side in ("mu", "nu"))
-            terms = [check.frozen(check.as_float_array(arrays[k], k, ndim=1)) for k in ("numerators", "denominators")]
-            seed = int(meta["entropy"]), tuple(int(k) for k in meta["spawn_key"])
-            value, numerator, denominator, lower = (float(v) for v in meta["best"])
-            best = StabilityRatio(
-                value,
-                numerator,
-                denominator,
-                lower,
-                float(meta["p"]),
-                attention,
-                mu,
-                nu,
-                Resolution(meta["resolution"]),
-            )
-            labels = {str(k): str(v) for k, v in meta["labels"].items()}
-            study = cls(terms[0], terms[1], best, best.p, seed, attention, sampler, labels)
-            if terms[0].shape != terms[1].shape or best.value != study.ratios.max():
-                raise ValueError(f"its best value {best.value!r} is not the largest of its ratios")
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise ValueError(
-                f"{path} must be a study written by StabilityStudy.save, but it is not, or it is damaged ({exc})."
-            ) from exc
-        return study
+        """Read what :meth:`save` wrote; an attention or a sampler that are functions of yours are no part of the file, give
+        them to verify the best pair or to draw pairs again."""
+        study = super().load(path)
+        attention = study.attention if attention is None else attention
+        best = replace(study.best, attention=attention)
+        return replace(study, best=best, attention=attention, sampler=study.sampler if sampler is None else sampler)
 
     def __repr__(self) -> str:
         return (
             f"StabilityStudy({len(self.ratios)} ratios, p={self.p:g}, median {self.quantile(0.5):.4g}, "
             f"largest {self.best.value:.4g})"
         )
-
-
-_FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "DiscreteMeasure": (DiscreteMeasure, ("points", "weights")),
-    "SpaceTimeMeasure": (SpaceTimeMeasure, ("times", "points", "weights")),
-    "GaussianMeasure": (GaussianMeasure, ("mean", "cov")),
-}
 
 
 def child_seed(seed: Seed, index: int) -> np.random.SeedSequence:

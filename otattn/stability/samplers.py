@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
+from otattn._files.saved import Saved
 from otattn.measures import Ball, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete
 
 __all__ = [
@@ -30,7 +31,7 @@ Rng = np.random.Generator
 
 
 @dataclass(frozen=True)
-class uniform_ball_pairs:
+class uniform_ball_pairs(Saved):
     """Two independent clouds, uniform in the ball.
 
     Parameters
@@ -76,7 +77,7 @@ class uniform_ball_pairs:
 
 
 @dataclass(frozen=True)
-class gaussian_pairs:
+class gaussian_pairs(Saved):
     """Two independent clouds of ``n`` normal points of standard deviation ``scale`` a coordinate.
 
     Parameters
@@ -105,7 +106,7 @@ class gaussian_pairs:
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class perturbation_pairs:
+class perturbation_pairs(Saved):
     """A fixed measure and itself with every atom displaced, in a random direction of ``L^2(mu)``.
 
     Parameters
@@ -137,7 +138,7 @@ class perturbation_pairs:
 
 
 @dataclass(frozen=True)
-class two_dirac_pairs:
+class two_dirac_pairs(Saved):
     r"""Two-atom measures ``q delta_x + (1 - q) delta_{s x}``, where the largest stretches are found.
 
     ``x`` is uniform on the sphere, ``s`` uniform in [-1, 1] and the mass ``q`` log-uniform: the published
@@ -191,7 +192,7 @@ class two_dirac_pairs:
 
 
 @dataclass(frozen=True)
-class gaussian_measure_pairs:
+class gaussian_measure_pairs(Saved):
     """Two independent Gaussians: normal means, Wishart covariances.
 
     Parameters
@@ -234,7 +235,7 @@ class gaussian_measure_pairs:
 
 
 @dataclass(frozen=True)
-class sequence_pairs:
+class sequence_pairs(Saved):
     """Two independent sequences of ``n`` tokens, uniform in the ball, token i at time ``i / n``.
 
     Parameters
@@ -263,7 +264,7 @@ class sequence_pairs:
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class window_pairs:
+class window_pairs(Saved):
     """Two runs of ``n`` consecutive tokens from recorded windows, at random places.
 
     Parameters
@@ -300,9 +301,6 @@ class window_pairs:
     def domain(self) -> Ball:
         """The centred ball around all recorded tokens."""
         return Ball(float(np.linalg.norm(self.windows, axis=2).max()), self.windows.shape[2])
-
-    def __repr__(self) -> str:
-        return f"window_pairs(windows of shape {self.windows.shape}, n={self.n}, causal={self.causal})"
 
     def __call__(self, rng: Rng) -> tuple[Any, Any]:
         w, length, _ = self.windows.shape

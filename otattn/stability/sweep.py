@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from otattn import _validate as check
-from otattn._tabular import Tabular
+from otattn._tabular import Result, plain
 from otattn.attention.base import AttentionMap
 from otattn.stability.fingerprint import fingerprint
 from otattn.stability.folder import folder_path
@@ -30,7 +30,7 @@ SamplerFactory = Callable[[int, int, float], Sampler]
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep(Tabular):
+class Sweep(Result):
     """The studies of a grid, in the order attention, n, radius, p, seed (the last varies fastest).
 
     Attributes
@@ -80,8 +80,7 @@ class Sweep(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""
-        rows = [{k: ("inf" if v == np.inf else v) for k, v in row.items()} for row in self.rows()]
-        return {"rows": rows}
+        return {"rows": plain(self.rows())}
 
     def __repr__(self) -> str:
         return f"Sweep({len(self.points)} studies, largest ratio {max(s.best.value for s in self.studies):.6g})"

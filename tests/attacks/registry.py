@@ -89,7 +89,7 @@ METHODS = {
     "StabilityStudy.lower_bound": "stability_study",
     "Bound.rigorous_value": "Bound.rigorous_value",
     "Enclosure.ratio": "enclose_lipschitz",
-    "Tabular.rows": "sweep",
+    "Result.rows": "sweep",
 }
 """Which attack covers a method that promises."""
 

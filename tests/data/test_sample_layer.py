@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from otattn._files.npz import read_npy, read_npz
 from otattn.attention import SoftmaxAttention
 from otattn.data import load_excerpt, load_layer, load_sample
-from otattn.data.archive import read_npy, read_npz
 
 # Spectral norms of D_X f, computed once by an independent implementation: window, head, n, value.
 REFERENCE = [

@@ -32,11 +32,11 @@ def test_table_of_defects(tmp_path) -> None:
     ax = plot_structure_table(table)
     (image,) = ax.get_images()
     data = image.get_array()
-    assert data.shape == (len(table.rows), 6)
+    assert data.shape == (len(table.entries), 6)
     # a dash, and a masked cell, exactly where a test does not apply
-    missing = sum(value is None for row in table.rows for value in row.report.defects.values())
+    missing = sum(value is None for row in table.entries for value in row.report.defects.values())
     assert int(np.ma.getmaskarray(data).sum()) == missing == sum(t.get_text() == "–" for t in ax.texts)
-    assert data[0, 1] == pytest.approx(np.log10(table.rows[0].report.wasserstein_defect))
+    assert data[0, 1] == pytest.approx(np.log10(table.entries[0].report.wasserstein_defect))
     save(ax, tmp_path / "table.png", dpi=40)
 
 

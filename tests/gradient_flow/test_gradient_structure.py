@@ -42,7 +42,7 @@ def test_the_whole_table(dim: int, seed: int) -> None:
     """Every defect is below 1e-6 where the structure holds and above 1e-2 where it does not."""
     table = structure_table(dim=dim, rng=seed)
     seen = 0
-    for row in table.rows:
+    for row in table.entries:
         r = row.report
         symmetric = row.values in SYMMETRIC
         tied = row.variant == "L2, Q = K" and row.values == "V = Q^T K"
@@ -85,9 +85,9 @@ def test_the_whole_table(dim: int, seed: int) -> None:
 def test_table_exports() -> None:
     table = structure_table(dim=2, n=4, rng=np.random.default_rng(5))
     data = json.loads(json.dumps(table.to_dict()))
-    assert len(data["rows"]) == len(table.rows)
+    assert len(data["rows"]) == len(table.entries)
     lines = table.to_markdown().splitlines()
-    assert len(lines) == len(table.rows) + 2
+    assert len(lines) == len(table.entries) + 2
     assert len({line.count("|") for line in lines}) == 1
     again = structure_table(dim=2, n=4, rng=table.seed)
     assert again.report("ReLU", "V = I").wasserstein_defect == table.report("ReLU", "V = I").wasserstein_defect

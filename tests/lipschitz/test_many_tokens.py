@@ -160,7 +160,7 @@ def test_rows_beyond_the_blocks_take_the_better_of_two_bounds() -> None:
 def test_tables_and_upper_bounds_of_many_tokens(n: int) -> None:
     for attention in (SOFTMAX, MASKED, L2, HEADS):
         table, memory = peak(lambda a=attention: bounds.table(a, radius=1.0, n=n))
-        assert isinstance(table, list)
+        assert isinstance(table, bounds.BoundTable)
         assert len(table) > 0
         assert memory < 1e7
     best, memory = peak(lambda: lipschitz_upper_bound(MASKED, radius=1.0, n=n))

@@ -58,7 +58,13 @@ CHEAP = [
     "multihead-identity",
     "multihead-own",
 ]
-DEAR = ["rows_and_columns-biased-Ellipsoid", "two_tokens-plain-Ball", "mean_field-plain-Ball-2.0", "mean_field-psd", "psd"]
+DEAR = [
+    "rows_and_columns-biased-Ellipsoid",
+    "two_tokens-plain-Ball",
+    "mean_field-plain-Ball-2.0",
+    "mean_field-psd",
+    "psd",
+]
 QUANTITIES = ("lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local")
 EVERY = {**FORMS, **RELAXED, **SEARCHED, **FLOATS}
 _made: dict[str, Bound] = {}

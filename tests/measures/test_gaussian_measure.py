@@ -76,4 +76,4 @@ def test_immutable():
     g = GaussianMeasure([0.0], [[1.0]])
     with pytest.raises(ValueError, match="read-only"):
         g.cov[0, 0] = 2.0
-    assert "rank=1" in repr(g)
+    assert "dim=" in repr(g)

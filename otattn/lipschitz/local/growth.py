@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from otattn import _validate as check
 from otattn._linalg import row_norms
-from otattn._tabular import Tabular
+from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap
 from otattn.lipschitz.local.value import local_lipschitz
 
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Exponent:
+class Exponent(Result):
     """A fitted power law ``value ~ n^exponent`` with its standard error."""
 
     exponent: float
@@ -73,7 +73,7 @@ def fit_exponent(n_values: ArrayLike, values: ArrayLike) -> Exponent:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalGrowth(Tabular):
+class LocalGrowth(Result):
     """Local constants of several heads at the first n tokens of several windows.
 
     Attributes
@@ -123,9 +123,9 @@ class LocalGrowth(Tabular):
         """Plain lists, ready for JSON."""
         return {
             "n": [int(n) for n in self.n_values],
-            "particle": self.particle.tolist(),
-            "splitting": self.splitting.tolist(),
-            "radius": self.radii.tolist(),
+            "particle": plain(self.particle),
+            "splitting": plain(self.splitting),
+            "radius": plain(self.radii),
         }
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from otattn import _validate as check
-from otattn._tabular import html_table
+from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.lipschitz.bound import Bound
@@ -28,7 +28,7 @@ FIELD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class LocalLipschitz:
+class LocalLipschitz(Result):
     """The local Lipschitz constant at a measure, with its parts and its witness.
 
     Attributes
@@ -93,9 +93,9 @@ class LocalLipschitz:
         J = self.attention.jacobian(self.mu.support()).reweighted(self.mu.weights[live])
         return abs(float(np.linalg.norm(J.jvp(self.right[live]))) - self.particle) <= 1e-6 * max(self.particle, 1e-300)
 
-    def _repr_html_(self) -> str:
-        names = ("value", "particle", "splitting", "far_mass", "residual", "p")
-        return html_table([{**{name: getattr(self, name) for name in names}, "n": self.mu.n}])
+    def rows(self) -> list[dict[str, Any]]:
+        """One record: the constant, its parts, its residual, order and number of atoms."""
+        return [{**super().rows()[0], "n": self.mu.n}]
 
     def __repr__(self) -> str:
         return (

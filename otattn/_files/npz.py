@@ -14,9 +14,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.data.npy_header import Header, Refused, read_header
+from otattn._files.npy_header import Header, Refused, read_header
 
-__all__ = ["MAX_BYTES", "names_npz", "outline_npy", "outline_npz", "read_npy", "read_npz"]
+__all__ = ["MAX_BYTES", "existing", "names_npz", "outline_npy", "outline_npz", "read_npy", "read_npz"]
 
 MAX_BYTES = 4 * 2**30
 """Most bytes that the arrays read from one file may become together, as float64."""
@@ -118,7 +118,7 @@ def outline_npy(path: str | PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDA
 
 @contextmanager
 def _archive(path: str | PathLike[str]) -> Iterator[tuple[Path, zipfile.ZipFile]]:
-    file = _existing(path)
+    file = existing(path)
     with _one_error(file, "an .npz file of plain arrays"):
         with open(file, "rb") as stream:
             start = stream.read(2)
@@ -131,7 +131,7 @@ def _archive(path: str | PathLike[str]) -> Iterator[tuple[Path, zipfile.ZipFile]
 
 @contextmanager
 def _single(path: str | PathLike[str], max_bytes: int) -> Iterator[tuple[Path, IO[bytes], Header]]:
-    file = _existing(path)
+    file = existing(path)
     with _one_error(file, "an .npy file of one plain array"), open(file, "rb") as stream:
         if stream.read(6) != b"\x93NUMPY":
             raise Refused(f"{file} must be an .npy file of one array, received {_kind(file)}.")
@@ -213,7 +213,8 @@ def _kind(file: Path) -> str:
     return "something else; write it with numpy.savez (named arrays) or numpy.save (one array)"
 
 
-def _existing(path: str | PathLike[str]) -> Path:
+def existing(path: str | PathLike[str]) -> Path:
+    """``path``, if it is a file."""
     file = Path(path)
     try:
         known = file.exists()
