@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from otattn.lipschitz.lower.forms import Form
 from otattn.measures import Ball, Box, Domain, Ellipsoid, LayerNormDomain
 
-__all__ = ["Chart", "chart_of"]
+__all__ = ["Chart", "chart_of", "tangent"]
 
 Array = NDArray[np.float64]
 
@@ -92,6 +92,10 @@ class Chart:
             return np.asarray(unit)
         return np.asarray(unit * np.arcsin(np.minimum(size, 1.0 - margin)))
 
+    def size(self, z: Array) -> Array:
+        """The norm of latents, or the largest coordinate in a cube: 1 on the boundary."""
+        return np.asarray(np.abs(z).max(axis=-1) if self.kind == "cube" else np.linalg.norm(z, axis=-1))
+
     def clip(self, z: Array) -> Array:
         """Latents moved onto the unit ball, sphere or cube."""
         if self.kind == "cube":
@@ -142,6 +146,11 @@ class Chart:
         z = rng.standard_normal((*size, k))
         z /= np.maximum(np.linalg.norm(z, axis=-1, keepdims=True), 1e-300)
         return z if self.kind == "sphere" else np.asarray(z * rng.random(size)[..., None] ** 0.4)
+
+
+def tangent(v: Array, normals: Array | None) -> Array:
+    """Rows of ``v (..., r)`` without their components along unit normals; as they are on solid domains."""
+    return v if normals is None else v - np.sum(v * normals, axis=-1, keepdims=True) * normals
 
 
 def chart_of(domain: Domain, dim: int, forms: tuple[Form, ...] | None = None) -> Chart:

@@ -10,16 +10,17 @@ logarithms, since the weights of mean-field witnesses go down to ``e^{-3 a}``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, svds
 
 from otattn.attention import AttentionMap
+from otattn.lipschitz.lower.charts import tangent
 from otattn.lipschitz.lower.forms import Form, forms_of
+from otattn.lipschitz.lower.singular import leading_direction, leading_pairs, unit
 from otattn.measures import as_discrete
 
 __all__ = ["ClusterConstant", "Configuration", "cluster_constant"]
@@ -42,7 +43,7 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """A batch of measures with c atoms and their derivative in ``L^p(mu)``.
+    """A batch of measures with c atoms and their derivative in ``L^2(mu)``, the matrix M above.
 
     Parameters
     ----------
@@ -51,17 +52,14 @@ class Configuration:
     points : ndarray (B, c, d)
     log_weights : ndarray (B, c)
         Up to an additive constant each.
-    theta : float
-        ``1 / p``: the matrix is ``W^theta J W^-theta``.
-    hidden : ndarray (c, c) of bool, optional
-        Pairs (row, atom) that a causal mask hides.
+    causal : bool
+        An atom sees those before it and itself.
     """
 
     forms: tuple[Form, ...]
     points: Array
     log_weights: Array
-    theta: float = 0.5
-    hidden: NDArray[np.bool_] | None = None
+    causal: bool = False
     rows: tuple[_Rows, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,11 +71,11 @@ class Configuration:
             L = G @ np.swapaxes(X, 1, 2) + lw[:, None, :]
             if f.H is not None:
                 L -= np.sum((X @ f.H) * X, axis=2)[:, None, :]
-            if self.hidden is not None:
-                L = np.where(self.hidden, -np.inf, L)
+            if self.causal:
+                L = np.where(np.tri(L.shape[1], dtype=bool), L, -np.inf)
             L -= _logsumexp(L)
             P = np.exp(L)
-            S = np.exp(L + self.theta * (lw[:, :, None] - lw[:, None, :]))
+            S = np.exp(L + 0.5 * (lw[:, :, None] - lw[:, None, :]))
             rows.append(_Rows(P, S, G, P @ X))
         object.__setattr__(self, "rows", tuple(rows))
 
@@ -147,36 +145,34 @@ class Configuration:
         """
         B, c, e, d = self.shape
         if c * min(e, d) > DENSE_LIMIT:
-            return self._top_lanczos(normals)
+            ones = [
+                replace(self, points=X[None], log_weights=w[None])
+                for X, w in zip(self.points, self.log_weights, strict=True)
+            ]
+            each = [None] * B if normals is None else list(normals[:, None])
+            values, left, right = zip(*(one._lanczos(n) for one, n in zip(ones, each, strict=True)), strict=True)
+            return np.concatenate(values), np.concatenate(left), np.concatenate(right)
         M = self.dense()
         if normals is not None:
             blocks = M.reshape(B, c * e, c, d)
             blocks -= np.einsum("bmki,bki->bmk", blocks, normals)[..., None] * normals[:, None]
-        wide = M.shape[1] <= M.shape[2]
-        # scaled first: the square of an entry e^{400} would overflow
-        scale = np.maximum(np.abs(M).max(axis=(1, 2)), 1e-300)[:, None, None]
-        N = M / scale
-        gram = N @ _t(N) if wide else _t(N) @ N
-        squaring = not exact and gram.shape[1] > 12
-        vec = _dominant(gram) if squaring else np.linalg.eigh(gram)[1][:, :, -1]
-        if wide:
-            u = vec
-            v, value = _unit(np.einsum("bm,bmn->bn", u, N))
-        else:
-            v = vec
-            u, value = _unit(np.einsum("bmn,bn->bm", N, v))
-        return value * scale[:, 0, 0], u.reshape(B, c, e), v.reshape(B, c, d)
+        value, u, v = leading_pairs(M, exact=exact)
+        return value, u.reshape(B, c, e), v.reshape(B, c, d)
 
-    def _top_lanczos(self, normals: Array | None) -> tuple[Array, Array, Array]:
-        B, c, e, d = self.shape
-        value, left, right = np.zeros(B), np.zeros((B, c, e)), np.zeros((B, c, d))
-        for b in range(B):
-            one = Configuration(
-                self.forms, self.points[b : b + 1], self.log_weights[b : b + 1], self.theta, self.hidden
-            )
-            n = None if normals is None else normals[b]
-            value[b], left[b], right[b] = _lanczos(one, n, np.cos(np.arange(c * d) ** 2.0))
-        return value, left, right
+    def _lanczos(self, normals: Array | None) -> tuple[Array, Array, Array]:
+        """:meth:`top` of a batch of one, without the matrix."""
+        _, c, e, d = self.shape
+
+        def forward(x: Array) -> Array:
+            return self.matvec(tangent(x.reshape(1, c, d), normals)).ravel()
+
+        def backward(y: Array) -> Array:
+            return tangent(self.rmatvec(y.reshape(1, c, e)), normals).ravel()
+
+        v = tangent(leading_direction(forward, backward, c * e, c * d, tol=1e-9).reshape(1, c, d), normals)
+        v = v / np.linalg.norm(v)
+        u, value = unit(self.matvec(v).reshape(1, -1))
+        return value, u.reshape(1, c, e), v
 
     def gradient(
         self, left: Array, right: Array, field_left: Array | None = None, field_right: Array | None = None
@@ -201,7 +197,7 @@ class Configuration:
             R = PH * Yd + r.P * _centred(dm, X, r.m)
             dL = T + R
             dL -= r.P * dL.sum(axis=2, keepdims=True)
-            gw += dL.sum(axis=1) + self.theta * (T.sum(axis=2) - T.sum(axis=1))
+            gw += dL.sum(axis=1) + 0.5 * (T.sum(axis=2) - T.sum(axis=1))
             SY = r.S * Y
             gX += _t(dL) @ r.G + (SY @ right + dL @ X) @ f.A
             if f.H is not None:
@@ -213,59 +209,14 @@ def _t(M: Array) -> Array:
     return np.swapaxes(M, 1, 2)
 
 
-def _dominant(G: Array) -> Array:
-    """Unit vectors of the largest eigenvalues of PSD matrices ``(B, N, N)``, by repeated squaring.
-
-    Several times faster than a full decomposition; eigenvalues closer than 1e-3 may be mixed.
-    """
-    H = G / np.maximum(np.trace(G, axis1=1, axis2=2), 1e-300)[:, None, None]
-    for _ in range(13):
-        H = H @ H
-        H /= np.maximum(np.trace(H, axis1=1, axis2=2), 1e-300)[:, None, None]
-        # of trace one and Frobenius norm one: rank one
-        if (np.sum(H * H, axis=(1, 2)) > 1.0 - 1e-13).all():
-            break
-    column = np.argmax(np.sum(H * H, axis=1), axis=1)
-    return _unit(np.take_along_axis(H, column[:, None, None], axis=2)[:, :, 0])[0]
-
-
 def _centred(a: Array, X: Array, m: Array) -> Array:
     """``<a_k, x_l - m_k>``, shape ``(B, c, c)``."""
     return np.asarray(a @ np.swapaxes(X, 1, 2) - np.sum(a * m, axis=2, keepdims=True))
 
 
-def _unit(x: Array) -> tuple[Array, Array]:
-    """Rows divided by their norms (zero rows stay), and the norms."""
-    size = np.linalg.norm(x, axis=-1)
-    return x / np.maximum(size, 1e-300)[..., None], size
-
-
 def _logsumexp(L: Array) -> Array:
     top = L.max(axis=-1, keepdims=True)
     return np.asarray(top + np.log(np.exp(L - top).sum(axis=-1, keepdims=True)))
-
-
-def _lanczos(one: Configuration, normals: Array | None, v0: Array) -> tuple[float, Array, Array]:
-    _, c, e, d = one.shape
-
-    def tangent(v: Array) -> Array:
-        return v if normals is None else v - np.sum(v * normals, axis=-1, keepdims=True) * normals
-
-    def forward(x: Array) -> Array:
-        return one.matvec(tangent(x.reshape(1, c, d))).ravel()
-
-    def backward(y: Array) -> Array:
-        return tangent(one.rmatvec(y.reshape(1, c, e))).ravel()
-
-    if not np.any(forward(v0)) and not np.any(backward(np.ones(c * e))):
-        return 0.0, np.zeros((c, e)), np.zeros((c, d))
-    operator = LinearOperator((c * e, c * d), matvec=forward, rmatvec=backward, dtype=np.float64)
-    start = v0 if d <= e else forward(v0)
-    _, _, vt = svds(operator, k=1, v0=start, tol=1e-9, maxiter=10_000, return_singular_vectors="vh")
-    v = tangent(vt[0].reshape(1, c, d))
-    v = v / np.linalg.norm(v)
-    u, value = _unit(one.matvec(v).reshape(1, -1))
-    return float(value[0]), u.reshape(c, e), v[0]
 
 
 @dataclass(frozen=True, eq=False)
