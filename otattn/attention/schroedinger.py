@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from otattn.attention import base, laplacian
 from otattn.attention.kernels import blocks
@@ -159,9 +160,7 @@ class Potentials:
     def _log_columns(self, t: float, f: Array, columns: NDArray[np.intp]) -> Array:
         out = np.empty(len(columns))
         for part in blocks(len(columns), len(f), None):
-            S = t * (self.Y[columns[part]] @ self.G.T) + (f + self.logw)
-            top = S.max(axis=1)
-            out[part] = top + np.log(np.exp(S - top[:, None]).sum(axis=1))
+            out[part] = logsumexp(t * (self.Y[columns[part]] @ self.G.T) + (f + self.logw), axis=1)
         return out
 
     def _plan_rows(self, state: _State) -> Iterator[tuple[slice, Array]]:

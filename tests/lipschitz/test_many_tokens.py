@@ -101,7 +101,7 @@ def test_witnesses_of_the_lower_bounds_are_few_atoms(n: int) -> None:
         assert low.witness.n <= 3
         assert low.witness.multiplicities(n).sum() == n
         # the constant at the n tokens, by equal tokens as one atom; 1e-12 for its decomposition
-        assert low.value <= cluster_constant(attention, low.witness, n=n).value * (1 + 1e-12)
+        assert low.value <= cluster_constant(attention, low.witness, n=n) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 5.0, 12.0, 30.0])

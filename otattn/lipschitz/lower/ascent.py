@@ -303,9 +303,7 @@ def round_multiplicities(log_counts: Array, n: int) -> Array:
         counts = np.maximum(np.floor(exact), 1.0)
         missing = int(n - counts.sum())
         if missing >= 0:
-            order = np.argsort(-(exact - counts), kind="stable")
-            for i in range(missing):
-                counts[order[i % c]] += 1.0
+            counts[np.argsort(-(exact - counts), kind="stable")[:missing]] += 1.0
         else:
             for _ in range(-missing):
                 counts[int(np.argmax(np.where(counts > 1.0, counts - exact, -np.inf)))] -= 1.0

@@ -48,16 +48,9 @@ def _budget(problem: Problem) -> _Budget:
         return budget
     # the cost of an ascent grows with the cube of the width up to the dense limit: fewer and shorter ones
     thin = 2 if width <= 40 else 4 if width <= WIDE else 8
-    return replace(
-        budget,
-        random=max(2, budget.random // thin),
-        per_pool=max(2, budget.per_pool // thin),
-        short=max(12, budget.short // thin),
-        survivors=max(2, budget.survivors // thin),
-        long=max(40, budget.long // thin),
-        finalists=max(1, budget.finalists // thin),
-        path=budget.path if width <= WIDE else 1,
-    )
+    least = {"random": 2, "per_pool": 2, "short": 12, "survivors": 2, "long": 40, "finalists": 1}
+    thinned = {name: max(fewest, getattr(budget, name) // thin) for name, fewest in least.items()}
+    return replace(budget, **thinned, path=budget.path if width <= WIDE else 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -269,21 +269,15 @@ class Columns(Rows):
 
 
 class OwnTerm:
-    """Range maxima of :meth:`Columns.own_table`."""
+    """Largest :meth:`Columns.own` on ranges of r, from its table."""
 
     def __init__(self, columns: Columns) -> None:
-        self.levels = [columns.own_table(OWN_CELLS)]
-        while 2 ** len(self.levels) <= OWN_CELLS:
-            last, step = self.levels[-1], 2 ** (len(self.levels) - 1)
-            self.levels.append(np.maximum(last[:-step], last[step:]))
+        # one more entry, so that every range has an end
+        self.table = np.append(columns.own_table(OWN_CELLS), 0.0)
 
     def __call__(self, r0: Array, r1: Array) -> Array:
         """Upper bound on ``[r0, r1]``."""
         first = np.clip(np.floor(r0 * OWN_CELLS).astype(int), 0, OWN_CELLS - 1)
         last = np.clip(np.ceil(r1 * OWN_CELLS).astype(int) - 1, first, OWN_CELLS - 1)
-        level = np.log2(last - first + 1).astype(int)
-        out = np.empty(r0.shape)
-        for k in np.unique(level):
-            at = level == k
-            out[at] = np.maximum(self.levels[k][first[at]], self.levels[k][last[at] - 2**k + 1])
-        return out
+        ends = np.stack([first.ravel(), last.ravel() + 1], axis=1).ravel()
+        return np.asarray(np.maximum.reduceat(self.table, ends)[::2].reshape(first.shape))
