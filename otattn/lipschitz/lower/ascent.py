@@ -17,6 +17,7 @@ __all__ = ["Candidates", "Objective", "ascend", "evaluate", "lbfgs", "round_mult
 
 Array = NDArray[np.float64]
 Weighting = Literal["fixed", "free", "tokens"]
+Batch = Callable[[Array], tuple[Array, Array]]
 
 LOG_WEIGHT_FLOOR = -650.0
 """Log-weights relative to the heaviest atom: ``e^-650`` is the smallest weight that is used (floats end at e^-708)."""
@@ -201,14 +202,11 @@ def ascend(
     return np.exp(-f), objective.candidates(x)
 
 
-def lbfgs(
-    objective: Callable[[Array], tuple[Array, Array]],
-    x0: Array,
-    *,
-    steps: int,
-    memory: int = 8,
-    floor: float = -np.inf,
-) -> tuple[Array, Array]:
+def _rows(objective: Batch, index: NDArray[np.int64]) -> Batch:
+    return objective.take(index) if hasattr(objective, "take") else objective
+
+
+def lbfgs(objective: Batch, x0: Array, *, steps: int, memory: int = 8, floor: float = -np.inf) -> tuple[Array, Array]:
     """Minimise a batch of functions at once; rows are independent problems ``(B, p)``.
 
     Limited-memory BFGS with backtracking on every row separately, all rows evaluated together. An objective may have
@@ -231,20 +229,19 @@ def lbfgs(
         direction[uphill], slope[uphill] = -g[uphill], -np.sum(g[uphill] ** 2, axis=1)
         size = np.linalg.norm(direction, axis=1)
         t = np.minimum(1.0 if S else np.inf, length / np.maximum(size, 1e-300))
-        done = np.zeros(len(x), dtype=bool)
         new_x, new_f, new_g = x.copy(), f.copy(), g.copy()
+        todo = np.arange(len(x))
         for _ in range(6):
-            todo = np.flatnonzero(~done)
             if not len(todo):
                 break
             trial = np.maximum(x[todo] + t[todo, None] * direction[todo], floor)
-            part = active.take(todo) if hasattr(active, "take") else active
-            ft, gt = part(trial)
+            ft, gt = _rows(active, todo)(trial)
             good = ft <= f[todo] + 1e-4 * t[todo] * slope[todo]
-            hit = todo[good]
+            hit, todo = todo[good], todo[~good]
             new_x[hit], new_f[hit], new_g[hit] = trial[good], ft[good], gt[good]
-            done[hit] = True
-            t[todo[~good]] *= 0.25
+            t[todo] *= 0.25
+        done = np.ones(len(x), dtype=bool)
+        done[todo] = False
         s, y = new_x - x, new_g - g
         # differences of flat stretches are rounding: their curvature would blow the next direction up
         steep = np.linalg.norm(y, axis=1)
@@ -266,7 +263,7 @@ def lbfgs(
                 break
             live, x, f, g, length = live[keep], x[keep], f[keep], g[keep], length[keep]
             S, Y = [h[keep] for h in S], [h[keep] for h in Y]
-            active = active.take(keep) if hasattr(active, "take") else active
+            active = _rows(active, keep)
     return best_x, best_f
 
 
