@@ -211,8 +211,10 @@ def test_capped_gamma_is_tested_on_large_shares() -> None:
 def test_slopes_of_the_row_weight(n, a, stretch) -> None:
     rng = np.random.default_rng(6)
     c = columns(n, a, stretch)
-    p0, g0 = rng.random(15) * 0.98, a * a * rng.random(15)
-    p, gamma = Range(p0, p0 + (0.99 - p0) * 0.3 * rng.random(15)), Range(g0, g0 * (1 + 0.3 * rng.random(15)))
+    # small and large Gamma, a point of it or an interval
+    p0, g0 = 0.98 * rng.random(30), 10 ** rng.uniform(-3, np.log10(1 + a * a), 30)
+    p = Range(p0, p0 + (0.999 - p0) * rng.random(30))
+    gamma = Range(g0, g0 * (1 + 0.3 * rng.random(30) * (np.arange(30) % 2)))
     to_gamma, to_log_p = c.weight_slopes(p, gamma)
 
     def log_c(lp, g):
@@ -220,9 +222,9 @@ def test_slopes_of_the_row_weight(n, a, stretch) -> None:
         D = (1 + c.tau) * x + (1 + 1 / mp.mpf(c.tau)) * (1 - x) * g
         return mp.log((1 + c.eta) / (1 / (x * (1 + g)) + c.eta / D))
 
-    for k in range(15):
-        for s in (0.0, 0.4, 1.0):
-            x, g = p.lo[k] + s * (p.hi[k] - p.lo[k]), gamma.lo[k] + (1 - s) * (gamma.hi[k] - gamma.lo[k])
+    for k in range(30):
+        for s, t in ((0, 0), (0, 1), (1, 0), (1, 1), (0.5, 0.5)):
+            x, g = p.lo[k] + s * (p.hi[k] - p.lo[k]), gamma.lo[k] + t * (gamma.hi[k] - gamma.lo[k])
             for axis, side in ((0, to_log_p), (1, to_gamma)):
                 value = derivative(log_c, [float(np.log(x)), float(g)], axis)
                 assert side.lo[k] - 1e-10 <= value <= side.hi[k] + 1e-10
