@@ -15,8 +15,8 @@ import numpy as np
 import otattn as oa
 from otattn.lipschitz.comparison import reduced_head
 from otattn.lipschitz.constants.heads import softmax_head
+from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
-from otattn.lipschitz.lower.forms import forms_of
 from otattn.plotting.style import COLORS, axes, save
 
 RESULTS = pathlib.Path(__file__).parent / "results"

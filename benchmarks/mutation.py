@@ -91,7 +91,8 @@ GROUPS = (
     ),
     Group.of(
         "otattn/lipschitz",
-        "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/_psd_columns 5 upper/psd 5 constants/field 4 "
+        "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
+        "constants/field 4 "
         "constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 constants/self_entropy 5 constants/simplex 4 "
         "upper/multihead 4 constants/_interval_head 5 upper/near_tokens 5",
         "tests/lipschitz/relaxations",

@@ -246,7 +246,10 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "adversarial_tokens": (
             0.1,
             lambda: oa.adversarial_tokens(
-                g.softmax(), count(), size["radius"](), method=g.number("castin-antipodal", "castin-half", "two-anchor")
+                g.softmax(),
+                n=count(),
+                radius=size["radius"](),
+                method=g.number("castin-antipodal", "castin-half", "two-anchor"),
             ),
         ),
         "lipschitz_upper_bound": (

@@ -206,6 +206,11 @@ class Head:
         A, V = basis.T @ self.A @ basis, self.V @ basis
         return replace(self, A=A, V=V, c=basis.T @ shift, H=H, factors=None)
 
+    def heated(self, factor: float) -> Head:
+        """The head with its logits multiplied by a factor; floats."""
+        H = None if self.H is None else factor * self.H
+        return replace(self, A=factor * self.A, c=factor * self.c, H=H, factors=None)
+
     def lift(self, x: Array) -> Array:
         """A vector of ``R^r`` as one of ``R^d``."""
         return x if self.basis is None else np.asarray(self.basis @ x)

@@ -1,33 +1,25 @@
-"""The Schroedinger potentials of a kernel between a measure and itself, with their derivative."""
+"""The Schroedinger potentials of a kernel between a measure and itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import LinAlgError, cho_factor, cho_solve
-from scipy.sparse.linalg import LinearOperator, cg
+from scipy.special import logsumexp
 
-from otattn.attention import base
+from otattn.attention import base, laplacian
 from otattn.attention.kernels import blocks
-from otattn.attention.normalised_jacobian import NormalisedJacobian
+from otattn.attention.laplacian import Laplacian
 from otattn.errors import ConvergenceError
 
-__all__ = ["DENSE_LIMIT", "MarginalSolver", "Potentials"]
+__all__ = ["Potentials"]
 
 Array = NDArray[np.float64]
-DENSE_LIMIT = 1024
-"""Up to this many atoms derivatives come from a factorisation. Beyond, they come from conjugate gradients, and from
-a factorisation only where these stall and it fits the memory budget. Newton steps change over at a quarter of it."""
 _GROWTH, _WARM_SPAN, _WARM_ERROR = 4.0, 10.0, 0.1
 _LONGEST_STEP = 20.0
 _EPS = float(np.finfo(np.float64).eps)
-
-
-def _fits(n: int) -> bool:
-    return 32 * n * n <= base.MEMORY_BUDGET
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +68,7 @@ class Potentials:
         self.stored = G @ Y.T if self.keep else None
         self.span = max(float(np.abs(self._logits(rows)).max()) for rows in self.blocks)
         self.evaluations = 0
-        self.factorise = n <= DENSE_LIMIT // 4 and _fits(n)
+        self.factorise = n <= laplacian.DENSE_LIMIT // 4 and laplacian.fits(n)
 
     def solve(self) -> tuple[Array, Array]:
         """``f`` and ``h``.
@@ -168,9 +160,7 @@ class Potentials:
     def _log_columns(self, t: float, f: Array, columns: NDArray[np.intp]) -> Array:
         out = np.empty(len(columns))
         for part in blocks(len(columns), len(f), None):
-            S = t * (self.Y[columns[part]] @ self.G.T) + (f + self.logw)
-            top = S.max(axis=1)
-            out[part] = top + np.log(np.exp(S - top[:, None]).sum(axis=1))
+            out[part] = logsumexp(t * (self.Y[columns[part]] @ self.G.T) + (f + self.logw), axis=1)
         return out
 
     def _plan_rows(self, state: _State) -> Iterator[tuple[slice, Array]]:
@@ -185,13 +175,16 @@ class Potentials:
     def _newton(self, state: _State) -> _State | None:
         """A damped Newton step of the dual, None unless it raises the dual or lowers the error."""
         gradient = self.w * -np.expm1(np.minimum(state.defect, 700.0))
-        solve = self._newton_dense(state) if self.factorise else self._newton_cg(state)
+        exchange = Laplacian(lambda: self._plan_rows(state), self.w, dense=self.factorise)
+        tolerance = min(0.1, max(state.error, 1e-4))
         noise = 64.0 * _EPS * (1.0 + self.span * state.t)
         size_of_gradient = min(1.0, float(np.abs(gradient).sum()))
         # less damping when the step was too timid (parts of the kernel that are nearly separate)
         for damping, sizes in ((0.03, (1.0, 0.5, 0.125, 0.03)), (3e-4, (1.0, 0.1)), (0.0, (1.0, 0.1))):
-            step = solve(gradient, damping * size_of_gradient + 10.0 * _EPS)
-            if step is None:
+            damping = damping * size_of_gradient + 10.0 * _EPS
+            step = exchange.solve(gradient, damping=damping, tol=tolerance, max_iter=200, required=np.inf)
+            self.factorise = self.factorise or exchange.matrix is not None
+            if not np.isfinite(step).all():
                 continue
             # components of nearly separate parts overshoot: the exchange is exponential in h
             step = np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
@@ -207,165 +200,3 @@ class Potentials:
                 if new.error < state.error:
                     break
         return None
-
-    def _newton_dense(self, state: _State) -> Callable[[Array, float], Array | None]:
-        root = np.sqrt(self.w)
-        M = _scaled_laplacian(np.concatenate([P for _, P in self._plan_rows(state)]), root)
-        M += np.outer(root, root)
-
-        def solve(gradient: Array, damping: float) -> Array | None:
-            try:
-                factor = cho_factor(M + damping * np.eye(len(M)), overwrite_a=True, check_finite=False)
-            except LinAlgError:
-                return None
-            step = cho_solve(factor, gradient / root, check_finite=False) / root
-            return step if np.isfinite(step).all() else None
-
-        return solve
-
-    def _newton_cg(self, state: _State) -> Callable[[Array, float], Array | None]:
-        root = np.sqrt(self.w)
-        exchange = _Exchange(lambda: self._plan_rows(state), self.w)
-
-        def solve(gradient: Array, damping: float) -> Array | None:
-            scale = 1.0 / np.sqrt(exchange.diagonal / self.w + damping)
-            null = root / scale
-            null /= np.linalg.norm(null)
-
-            def product(z: Array) -> Array:
-                u = scale * z / root
-                return np.asarray(scale * (exchange.product(u) / root + damping * root * u) + null * (null @ z))
-
-            operator = LinearOperator((len(root), len(root)), matvec=product, dtype=np.float64)
-            tolerance = min(0.1, max(state.error, 1e-4))
-            rhs = scale * (gradient / root)
-            z, info = cg(operator, rhs, rtol=tolerance, atol=0.0, maxiter=200)
-            if info != 0 and _fits(len(root)):  # parts of the kernel are nearly separate
-                self.factorise = True
-                return self._newton_dense(state)(gradient, damping)
-            step = scale * z / root
-            return step if np.isfinite(step).all() else None
-
-        return solve
-
-
-def _scaled_laplacian(P: Array, root: Array) -> Array:
-    """``W^{-1/2} (diag(P^T w) - P^T W P) W^{-1/2}``, without cancellation; its kernel is ``root``."""
-    B = root[:, None] * P / root
-    M = B.T @ B
-    M *= -1.0
-    M[np.diag_indices_from(M)] = 0.0
-    M[np.diag_indices_from(M)] = -(M @ root) / root
-    return np.asarray(M)
-
-
-class _Exchange:
-    """The graph Laplacian ``diag(P^T w) - P^T W P``, matrix-free.
-
-    Where a row is close to one-hot it is referred to its largest entry, so that the rounding of a product is
-    relative to what the row exchanges with other columns: for a kernel close to a permutation far less than one.
-    """
-
-    def __init__(self, rows: Callable[[], Iterator[tuple[slice, Array]]], w: Array) -> None:
-        self.rows, self.w = rows, w
-        n = len(w)
-        self.top: list[NDArray[np.intp] | None] = []
-        self.rest = np.empty(n)
-        self.column, self.diagonal = np.zeros(n), np.zeros(n)
-        for block, P in rows():
-            top = P.argmax(axis=1) if P.max() > 0.9 else None
-            self.top.append(top)
-            others = self._others(P, top)
-            self.column += w[block] @ others
-            self.diagonal += w[block] @ (others * (1.0 - others))
-            if top is not None:
-                rest = self.rest[block] = others.sum(axis=1)
-                self.diagonal += np.bincount(top, weights=w[block] * (1.0 - rest) * rest, minlength=n)
-
-    @staticmethod
-    def _others(P: Array, top: NDArray[np.intp] | None) -> Array:
-        if top is None:
-            return P
-        out = P.copy()
-        out[np.arange(len(P)), top] = 0.0
-        return out
-
-    def product(self, u: Array) -> Array:
-        out = self.column * u
-        for (block, P), top in zip(self.rows(), self.top, strict=True):
-            w, others = self.w[block], self._others(P, top)
-            mean = others @ u
-            if top is not None:  # the mean of u over the row, from its value at the largest entry
-                rest = self.rest[block]
-                mean -= rest * u[top]
-                out -= np.bincount(top, weights=w * (1.0 - rest) * mean, minlength=len(u))
-                mean += u[top]
-            out -= (w * mean) @ others
-        return np.asarray(out)
-
-
-class MarginalSolver:
-    """Solves ``(diag(P^T w) - P^T W P) dh = r``, the implicit function theorem, on atoms of positive weight.
-
-    The matrix is that of a weighted graph: symmetric PSD, with the constants in its kernel, so the right side
-    sums to zero and any gauge gives the same derivative of the map. It is scaled to a unit diagonal; directions
-    that rounding cannot see (nearly separate parts of the kernel) do not move the map either.
-    """
-
-    def __init__(self, parts: NormalisedJacobian, weights: Array) -> None:
-        self.parts, self.w = parts, weights
-        self.live = weights > 0
-        self.root = np.sqrt(weights[self.live])
-        self.matrix: Array | None = None
-        n = len(self.root)
-        if n <= DENSE_LIMIT and _fits(n):
-            self._factorise()
-        else:
-            self.exchange = _Exchange(parts.rows, weights)
-            self._scale(self.exchange.diagonal[self.live] / weights[self.live])
-
-    def _scale(self, diagonal: Array) -> None:
-        # an atom that exchanges no mass at all (its links underflow) has no equation: its dh is 0
-        self.alone = diagonal < 1e-290
-        self.scale = 1.0 / np.sqrt(np.where(self.alone, 1.0, diagonal))
-        null = np.where(self.alone, 0.0, self.root / self.scale)
-        self.null = null / max(float(np.linalg.norm(null)), 1e-300)
-
-    def _factorise(self) -> None:
-        P = np.concatenate([block for _, block in self.parts.rows()])
-        M = _scaled_laplacian(P if self.live.all() else P[np.ix_(self.live, self.live)], self.root)
-        self._scale(np.diag(M).copy())
-        M *= self.scale[:, None] * self.scale
-        M += np.outer(self.null, self.null)
-        M[np.diag_indices_from(M)] += np.where(self.alone, 1.0, 0.0)
-        self.matrix = M
-        self.factor = cho_factor(M + 1e-15 * np.eye(len(M)), overwrite_a=True)
-
-    def _product(self, z: Array) -> Array:
-        full = np.zeros(len(self.w))
-        full[self.live] = self.scale * z / self.root
-        image = self.scale * self.exchange.product(full)[self.live] / self.root + self.null * (self.null @ z)
-        return np.asarray(np.where(self.alone, z, image))
-
-    def solve(self, r: Array) -> Array:
-        """``dh (n,)`` for ``r (n,)`` of sum zero; zero at atoms of zero weight."""
-        rhs = np.where(self.alone, 0.0, self.scale * (r[self.live] / self.root))
-        rhs = rhs - self.null * (self.null @ rhs)
-        if self.matrix is None:
-            operator = LinearOperator((len(rhs), len(rhs)), matvec=self._product, dtype=np.float64)
-            z, info = cg(operator, rhs, rtol=1e-13, atol=0.0, maxiter=500)
-            if info != 0 and _fits(len(rhs)):
-                self._factorise()
-                return self.solve(r)
-            reached = float(np.linalg.norm(self._product(z) - rhs))
-            if info != 0 and reached > 1e-10 * float(np.linalg.norm(rhs)):
-                raise ConvergenceError(
-                    f"the derivative of the Sinkhorn potentials needs residual 1e-10, reached {reached:.3g} in "
-                    "500 conjugate-gradient steps; scale A down (the kernel is close to a permutation)."
-                )
-        else:
-            z = cho_solve(self.factor, rhs)
-            z += cho_solve(self.factor, rhs - self.matrix @ z)
-        out = np.zeros(len(self.w))
-        out[self.live] = self.scale * z / self.root
-        return out

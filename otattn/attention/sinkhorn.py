@@ -13,8 +13,9 @@ from otattn._linalg import psd_sqrt
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import NormalisedKernel, Projections
+from otattn.attention.laplacian import Laplacian
 from otattn.attention.normalised_jacobian import NormalisedJacobian
-from otattn.attention.schroedinger import MarginalSolver, Potentials
+from otattn.attention.schroedinger import Potentials
 from otattn.measures import GaussianMeasure
 
 __all__ = ["SinkhornAttention"]
@@ -142,7 +143,7 @@ class SinkhornAttention(AttentionMap):
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
         kernel = self._kernel(mu, times, block_size)
         parts = NormalisedJacobian(kernel, None)
-        solver = MarginalSolver(parts, mu.weights)
+        solver = Laplacian(parts.rows, mu.weights)  # the implicit function theorem
 
         def jvp(direction: Array) -> Array:
             # the derivative of the column marginals with h kept, then what h must do to undo it

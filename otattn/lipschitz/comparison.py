@@ -47,7 +47,7 @@ def adversarial_head_tokens(
         As for :func:`otattn.adversarial_tokens`.
     """
     reduced, basis = reduced_head(head)
-    found = adversarial_tokens(reduced, n, radius, method=method, rng=rng)
+    found = adversarial_tokens(reduced, n=n, radius=radius, method=method, rng=rng)
     return found if basis is None else DiscreteMeasure(found.points @ basis.T, found.weights)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,42 +44,24 @@ def _doubt(given: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
     return None
 
 
-SHAPES = {
-    "query": "q d",
-    "key": "k d",
-    "value": "v d",
-    "output": "d o",
-    "gate": "h d",
-    "up": "h d",
-    "down": "d h",
-}
+SHAPES = {"query": "q d", "key": "k d", "value": "v d", "output": "d o", "gate": "h d", "up": "h d", "down": "d h"}
 
 
-def _linear(**names: str) -> dict[str, tuple[str, str]]:
-    return {use: (names[use], shape) for use, shape in SHAPES.items()}
+def _linear(names: str) -> dict[str, tuple[str, str]]:
+    return {use: (name, shape) for (use, shape), name in zip(SHAPES.items(), names.split(), strict=True)}
 
 
-HUGGING_FACE = Family(
-    name="llama",
-    title="Llama",
+_family = partial(
+    Family, name="llama", title="Llama", biases="any", norm_bias=False, transposed=False, pre_norm=True, causal=True
+)
+HUGGING_FACE = _family(
     embeddings={"words": ("embed_tokens", "vocab d")},
     norms={"final": "norm"},
     layer="layers.{i}.",
     linear=_linear(
-        query="self_attn.q_proj",
-        key="self_attn.k_proj",
-        value="self_attn.v_proj",
-        output="self_attn.o_proj",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
     ),
     layer_norms={"first": "input_layernorm", "second": "post_attention_layernorm"},
-    biases="any",
-    norm_bias=False,
-    transposed=False,
-    pre_norm=True,
-    causal=True,
     keys=Keys(
         fields={
             "heads": Field(("num_attention_heads",)),
@@ -116,27 +99,12 @@ HUGGING_FACE = Family(
     doubt=_doubt,
 )
 
-GGUF = Family(
-    name="llama",
-    title="Llama",
+GGUF = _family(
     embeddings={"words": ("token_embd", "vocab d")},
     norms={"final": "output_norm"},
     layer="blk.{i}.",
-    linear=_linear(
-        query="attn_q",
-        key="attn_k",
-        value="attn_v",
-        output="attn_output",
-        gate="ffn_gate",
-        up="ffn_up",
-        down="ffn_down",
-    ),
+    linear=_linear("attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down"),
     layer_norms={"first": "attn_norm", "second": "ffn_norm"},
-    biases="any",
-    norm_bias=False,
-    transposed=False,
-    pre_norm=True,
-    causal=True,
     keys=Keys(
         fields={
             "heads": Field(("llama.attention.head_count",)),

@@ -36,7 +36,7 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
             witness = adversarial_head_tokens(head, n, radius, method=method, rng=np.random.default_rng(children[h]))
         except ValueError:  # no two anchors: A or V is zero across every gradient
             witness = adversarial_head_tokens(head, n, radius, method="ascent", rng=np.random.default_rng(children[h]))
-        value = cluster_constant(head, witness, n=n).value
+        value = cluster_constant(head, witness, n=n)
         source = "local constant at adversarial tokens"
         lower = Bound(value, "lower", source, 2.0, Ball(radius), n, witness, attention=head)
         enclosure = Enclosure(lower, lipschitz_upper_bound(head, radius=radius, n=n))

@@ -118,7 +118,7 @@ def tokens(rng: np.random.Generator) -> Outcome:
     method = str(rng.choice(["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"]))
 
     def body() -> Outcome:
-        mu = asked(lambda: oa.adversarial_tokens(q.ours, q.n, q.region.par["radius"], method=method, rng=0))
+        mu = asked(lambda: oa.adversarial_tokens(q.ours, n=q.n, radius=q.region.par["radius"], method=method, rng=0))
         local = asked(lambda: oa.local_lipschitz(q.ours, mu))
         claimed = type("Claim", (), {"value": local.particle, "witness": mu})
         return recomputed(name, q, claimed, None if q.map.causal else q.n, 2.0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otattn.attention import SinkhornAttention, base, schroedinger
+from otattn.attention import SinkhornAttention, base, laplacian
 from otattn.errors import ConvergenceError
 from otattn.measures import DiscreteMeasure
 
@@ -64,7 +64,7 @@ def test_conjugate_gradients_agree_with_factorisation(kind: str, scale: float, m
     v, g = rng.standard_normal((60, 3)), rng.standard_normal((60, 2))
     J = attention.jacobian(X)
     dense = attention.on_tokens(X), J.jvp(v), J.vjp(g)
-    monkeypatch.setattr(schroedinger, "DENSE_LIMIT", 0)
+    monkeypatch.setattr(laplacian, "DENSE_LIMIT", 0)
     J = attention.jacobian(X)
     assert np.abs(attention.on_tokens(X) - dense[0]).max() < 1e-9
     # 1e-6: where parts of the kernel are nearly separate, marginals to tol leave that of the potentials and derivatives
@@ -82,7 +82,7 @@ def test_large_clouds_by_conjugate_gradients(n: int, budget: int, monkeypatch: p
     attention = SinkhornAttention(2.0 * A, np.eye(3))
     v, g = rng.standard_normal((n, 3)), rng.standard_normal((n, 3))
     expected = attention.on_tokens(X)
-    monkeypatch.setattr(schroedinger, "DENSE_LIMIT", 100)
+    monkeypatch.setattr(laplacian, "DENSE_LIMIT", 100)
     monkeypatch.setattr(base, "MEMORY_BUDGET", budget)
     assert marginal_error(attention, DiscreteMeasure(X)) <= 1.1e-10
     assert np.abs(attention.on_tokens(X) - expected).max() < 1e-8

@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 
 import otattn as oa
-from otattn.lipschitz.lower.ascent import Candidates, _Objective, ascend, evaluate, lbfgs, round_multiplicities
-from otattn.lipschitz.lower.charts import chart_of
-from otattn.lipschitz.lower.forms import forms_of
+from otattn.lipschitz.lower.ascent import (
+    Candidates,
+    Objective,
+    ascend,
+    lbfgs,
+    round_multiplicities,
+    symmetric_part,
+)
+from otattn.lipschitz.lower.problem import problem_of
 
 
 def test_lbfgs_minimises_every_row_on_its_own() -> None:
@@ -41,20 +47,19 @@ def test_lbfgs_on_the_curved_valley() -> None:
 
 
 def start(weighting, rng, n=9, count=3):
-    forms = forms_of(oa.SoftmaxAttention(rng.normal(size=(3, 3)), rng.normal(size=(2, 3)), bias=rng.normal(size=3)))
-    chart = chart_of(oa.Ball(1.3), 3, forms)
-    forms = chart.restrict(forms)
-    latents = 0.8 * chart.sample((count, 3), rng)
+    attention = oa.SoftmaxAttention(rng.normal(size=(3, 3)), rng.normal(size=(2, 3)), bias=rng.normal(size=3))
+    problem = problem_of(attention, radius=1.3, n=n)
+    latents = 0.8 * problem.chart.sample((count, 3), rng)
     logs = np.log(np.array([[1.0, 3.0, n - 4.0]] * count)) if weighting != "free" else rng.normal(size=(count, 3))
-    return forms, chart, Candidates(latents, logs)
+    return problem, Candidates(latents, logs)
 
 
 @pytest.mark.parametrize("weighting", ["fixed", "free", "tokens"])
 @pytest.mark.parametrize("split_atom", [None, 1])
 def test_gradients_by_finite_differences(weighting, split_atom) -> None:
     rng = np.random.default_rng(5)
-    forms, chart, candidates = start(weighting, rng)
-    objective = _Objective(forms, chart, weighting, 9, candidates.log_weights, split_atom)
+    problem, candidates = start(weighting, rng)
+    objective = Objective(problem, weighting, candidates.log_weights, split_atom)
     x = objective.pack(candidates)
     _, gradient = objective(x)
     direction, h = rng.normal(size=x.shape), 1e-6
@@ -62,18 +67,43 @@ def test_gradients_by_finite_differences(weighting, split_atom) -> None:
     assert np.sum(gradient * direction, axis=1) == pytest.approx(slope, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("domain", [oa.Ball(1.3), oa.LayerNormDomain([1.0, 0.5, 2.0], [0.1, 0.0, -0.1])], ids=repr)
+def test_gradients_of_causal_blocks_by_finite_differences(domain) -> None:
+    rng = np.random.default_rng(8)
+    head = oa.SoftmaxAttention(rng.normal(size=(3, 3)), rng.normal(size=(2, 3)), bias=rng.normal(size=3))
+    problem = problem_of(oa.MaskedAttention(head), domain=domain, n=6)
+    groups = np.array([0, 1, 1, 2, 2, 2])
+    blocks = Candidates(problem.chart.clip(problem.chart.sample((2, 3), rng)), np.log([[1.0, 2.0, 3.0]] * 2))
+    objective = Objective(problem, "fixed", blocks.log_weights, None, groups)
+    x = objective.pack(blocks)
+    value, gradient = objective(x)
+    direction, h = rng.normal(size=x.shape), 1e-6
+    slope = (objective(x + h * direction)[0] - objective(x - h * direction)[0]) / (2 * h)
+    assert np.sum(gradient * direction, axis=1) == pytest.approx(slope, rel=1e-5, abs=1e-7)
+    # the value is the norm of the Jacobian of the six tokens on the displacements that the domain allows
+    z = objective.candidates(x).latents
+    for b in range(2):
+        points = problem.chart.lift(z[b])[groups]
+        J = problem.attention.jacobian(oa.SpaceTimeMeasure.from_sequence(points)).to_dense().reshape(12, 6, 3)
+        J = J @ problem.chart.basis
+        if problem.chart.kind == "sphere":
+            normals = problem.chart.normals(z[b])[groups]
+            J = J - np.sum(J * normals, axis=2, keepdims=True) * normals
+        assert -value[b] == pytest.approx(np.log(np.linalg.norm(J.reshape(12, -1), 2)), rel=1e-10, abs=1e-10)
+
+
 @pytest.mark.parametrize("weighting", ["fixed", "free", "tokens"])
 def test_an_ascent_does_not_fall_and_stays_in_the_domain(weighting) -> None:
     rng = np.random.default_rng(6)
-    forms, chart, candidates = start(weighting, rng, count=8)
-    before, _ = evaluate(forms, chart, candidates)
-    values, moved = ascend(forms, chart, candidates, weighting=weighting, n=9, steps=40)
+    problem, candidates = start(weighting, rng, count=8)
+    before = symmetric_part(problem, candidates)
+    values, moved = ascend(problem, candidates, weighting=weighting, steps=40)
     assert (values >= before * (1 - 1e-3)).all()
     assert values.max() > 1.05 * before.max()
     assert np.linalg.norm(moved.latents, axis=2).max() <= 1 + 1e-12
     if weighting == "tokens":
         assert np.exp(moved.log_weights).sum(axis=1) == pytest.approx(np.full(8, 9.0))
-    assert evaluate(forms, chart, moved)[0] == pytest.approx(values, rel=1e-9)
+    assert symmetric_part(problem, moved) == pytest.approx(values, rel=1e-9)
 
 
 def test_multiplicities_are_positive_integers_of_sum_n() -> None:

@@ -101,7 +101,7 @@ def test_mean_field_witnesses(A: np.ndarray, target: float) -> None:
 @pytest.mark.parametrize("method", ["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"])
 def test_methods_give_tokens_of_the_domain(method: str) -> None:
     attention = oa.SoftmaxAttention(-np.eye(3), np.eye(3))
-    mu = oa.adversarial_tokens(attention, 12, 2.0, method=method, rng=0)
+    mu = oa.adversarial_tokens(attention, n=12, radius=2.0, method=method, rng=0)
     X = mu.tokens(12)
     assert X.shape == (12, 3)
     assert np.linalg.norm(X, axis=1).max() <= 2.0 * (1 + 1e-12)

@@ -110,7 +110,7 @@ def test_witnesses_of_the_lower_bounds_are_few_atoms(n: int) -> None:
         assert low.witness.n <= 3
         assert low.witness.multiplicities(n).sum() == n
         # the constant at the n tokens, by equal tokens as one atom; 1e-12 for its decomposition
-        assert low.value <= cluster_constant(attention, low.witness, n=n).value * (1 + 1e-12)
+        assert low.value <= cluster_constant(attention, low.witness, n=n) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 5.0, 12.0, 30.0])
@@ -169,7 +169,7 @@ def test_tables_and_upper_bounds_of_many_tokens(n: int) -> None:
     assert memory < 1e7
     constant = density_constant(1.0, n)[0]
     assert density_constant(1.0, 10**6)[0] <= constant <= density_constant(1.0, None)[0]
-    assert adversarial_tokens(SoftmaxAttention(-A, V), n, 8.0, method="two-anchor").n == 3
+    assert adversarial_tokens(SoftmaxAttention(-A, V), n=n, radius=8.0, method="two-anchor").n == 3
 
 
 def test_a_causal_witness_lists_its_tokens_and_refuses_too_many() -> None:
@@ -177,9 +177,9 @@ def test_a_causal_witness_lists_its_tokens_and_refuses_too_many() -> None:
     with pytest.raises(ValueError, match=r"n must be at most 16777216 for a causal map"):
         lipschitz_lower_bound(attention, radius=2.0, n=10**9, rng=0)
     with pytest.raises(ValueError, match=r"received 1000000000000 \(about 3.2e\+13 bytes\)"):
-        adversarial_tokens(attention, 10**12, 2.0, method="two-anchor")
+        adversarial_tokens(attention, n=10**12, radius=2.0, method="two-anchor")
 
 
 def test_two_anchors_say_that_they_are_not_seen_among_so_many() -> None:
     with pytest.raises(ValueError, match=r"exceed a token's own by log\(n / 2\)"):
-        adversarial_tokens(SoftmaxAttention(-np.eye(2), np.eye(2)), 10**9, 2.0, method="two-anchor")
+        adversarial_tokens(SoftmaxAttention(-np.eye(2), np.eye(2)), n=10**9, radius=2.0, method="two-anchor")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.lipschitz.lower.charts import Chart
+from otattn.lipschitz.lower.charts import tangent
 from otattn.lipschitz.lower.clusters import Configuration, split_gradient
-from otattn.lipschitz.lower.forms import Form
+from otattn.lipschitz.lower.problem import Problem
 
-__all__ = ["Candidates", "ascend", "evaluate", "lbfgs", "round_multiplicities"]
+__all__ = ["Candidates", "Objective", "ascend", "evaluate", "lbfgs", "round_multiplicities", "symmetric_part"]
 
 Array = NDArray[np.float64]
 Weighting = Literal["fixed", "free", "tokens"]
+Batch = Callable[[Array], tuple[Array, Array]]
 
 LOG_WEIGHT_FLOOR = -650.0
 """Log-weights relative to the heaviest atom: ``e^-650`` is the smallest weight that is used (floats end at e^-708)."""
@@ -49,28 +50,32 @@ class Candidates:
         """The chosen measures."""
         return Candidates(self.latents[index], self.log_weights[index])
 
-    def joined(self, other: Candidates) -> Candidates:
-        """Both batches."""
-        return Candidates(
-            np.concatenate([self.latents, other.latents]),
-            np.concatenate([self.log_weights, other.log_weights]),
-        )
+    @staticmethod
+    def join(batches: Iterable[Candidates]) -> Candidates:
+        """All batches in one."""
+        latents, log_weights = zip(*((b.latents, b.log_weights) for b in batches), strict=True)
+        return Candidates(np.concatenate(latents), np.concatenate(log_weights))
+
+    def best(self, values: Array, count: int) -> Candidates:
+        """Those of the largest values, the largest first."""
+        return self.take(np.argsort(-values, kind="stable")[:count])
 
 
 @dataclass(frozen=True, eq=False)
-class _Objective:
-    """``-log`` of the symmetric part (or of the field at one atom) in free parameters, with its gradient."""
+class Objective:
+    """``-log`` of the symmetric part (or of the field at one atom) in free parameters, with its gradient.
 
-    forms: tuple[Form, ...]
-    chart: Chart
+    ``groups (n,)`` names the atom of each token of a sequence, whose tokens then count one each.
+    """
+
+    problem: Problem
     weighting: Weighting
-    n: int | None
     fixed: Array
-    split_atom: int | None
-    hidden: NDArray[np.bool_] | None = None
+    split_atom: int | None = None
+    groups: NDArray[np.int64] | None = None
 
     def pack(self, c: Candidates) -> Array:
-        omega = self.chart.parameters(c.latents).reshape(c.size, -1)
+        omega = self.problem.chart.parameters(c.latents).reshape(c.size, -1)
         if self.weighting == "fixed":
             return omega
         if self.weighting == "free":
@@ -82,7 +87,7 @@ class _Objective:
     def unpack(self, x: Array) -> tuple[Array, Array, Array]:
         """``omega``, log-weights, and for tokens the shares ``softmax(eta)``."""
         B, c = len(x), self.fixed.shape[1]
-        k = self.chart.latent_dim
+        k = self.problem.chart.latent_dim
         omega = x[:, : c * k].reshape(B, c, k)
         if self.weighting == "fixed":
             return omega, self.fixed, self.fixed
@@ -91,115 +96,117 @@ class _Objective:
             return omega, eta, eta
         share = np.exp(eta - eta.max(axis=1, keepdims=True))
         share /= share.sum(axis=1, keepdims=True)
-        assert self.n is not None
-        return omega, np.log(1.0 + (self.n - c) * share), share
+        return omega, np.log(1.0 + (self.problem.tokens - c) * share), share
 
     def candidates(self, x: Array) -> Candidates:
         omega, lw, _ = self.unpack(x)
-        return Candidates(self.chart.latents(omega), lw)
+        return Candidates(self.problem.chart.latents(omega), lw)
 
-    def take(self, index: NDArray[np.int64]) -> _Objective:
-        return _Objective(
-            self.forms, self.chart, self.weighting, self.n, self.fixed[index], self.split_atom, self.hidden
-        )
+    def take(self, index: NDArray[np.int64]) -> Objective:
+        return replace(self, fixed=self.fixed[index])
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         omega, lw, share = self.unpack(x)
-        chart = self.chart
-        z = chart.latents(omega)
-        batch = Configuration(self.forms, z @ chart.E.T, lw, hidden=self.hidden)
+        chart, groups = self.problem.chart, self.groups
+        z = each = chart.latents(omega)
+        if groups is not None:
+            each = z[:, groups]
+        batch, normals = _configuration(self.problem, z, lw, groups)
         if self.split_atom is None:
-            normals = chart.normals(z)
             value, u, v = batch.top(normals, exact=False)
             gX, gw = batch.gradient(u, v)
-            gz = gX @ chart.E
-            if normals is not None:
-                gz += chart.normal_gradient(z, batch.rmatvec(u), v)
         else:
-            atoms = np.full(len(x), self.split_atom)
             value = np.linalg.norm(batch.fields()[:, self.split_atom], 2, axis=(1, 2))
-            gX, gw = split_gradient(batch, atoms)
-            gz = gX @ chart.E
-        scale = -1.0 / np.maximum(value, 1e-300)
+            gX, gw = split_gradient(batch, np.full(len(x), self.split_atom))
+        gz = gX @ chart.E
+        if normals is not None and self.split_atom is None:
+            gz += chart.normal_gradient(each, batch.rmatvec(u), v)
+        if groups is not None:
+            summed = np.zeros_like(z)
+            np.add.at(summed.swapaxes(0, 1), groups, gz.swapaxes(0, 1))
+            gz = summed
         parts = [chart.pull(omega, gz).reshape(len(x), -1)]
         if self.weighting == "free":
             parts.append(gw)
         elif self.weighting == "tokens":
             # d log counts_k = (n - c) d share_k / counts_k
-            assert self.n is not None
-            back = gw * (self.n - lw.shape[1]) / np.exp(lw)
+            back = gw * (self.problem.tokens - lw.shape[1]) / np.exp(lw)
             parts.append(share * (back - np.sum(share * back, axis=1, keepdims=True)))
-        gradient = np.concatenate(parts, axis=1) * scale[:, None]
-        bad = ~np.isfinite(gradient).all(axis=1) | ~(value > 0.0)
-        gradient[bad] = 0.0
-        # a start of tiny value beside a huge entry of the matrix: keep the direction
-        size = np.abs(gradient).max(axis=1, keepdims=True)
-        gradient *= np.minimum(1.0, _STEEPEST / np.maximum(size, 1e-300))
-        return np.where(value > 0.0, -np.log(np.maximum(value, 1e-300)), 700.0), gradient
+        return _negative_log(value, np.concatenate(parts, axis=1))
 
 
-def evaluate(
-    forms: tuple[Form, ...],
-    chart: Chart,
-    candidates: Candidates,
-    *,
-    can_split: NDArray[np.bool_] | None = None,
-    hidden: NDArray[np.bool_] | None = None,
-) -> tuple[Array, Array]:
-    """Symmetric part ``(B,)`` and field norms ``(B, c)`` of a batch (zero where ``can_split`` is False)."""
-    batch = Configuration(forms, candidates.latents @ chart.E.T, candidates.log_weights, hidden=hidden)
-    normals = chart.normals(candidates.latents)
+def _negative_log(value: Array, gradient: Array) -> tuple[Array, Array]:
+    """``-log value`` with its gradient; a plateau where the value is 0 or its gradient is no number."""
+    slope = gradient * (-1.0 / np.maximum(value, 1e-300))[:, None]
+    slope[~np.isfinite(slope).all(axis=1) | ~(value > 0.0)] = 0.0
+    # a start of tiny value beside a huge entry of the matrix: keep the direction
+    size = np.abs(slope).max(axis=1, keepdims=True)
+    slope *= np.minimum(1.0, _STEEPEST / np.maximum(size, 1e-300))
+    return np.where(value > 0.0, -np.log(np.maximum(value, 1e-300)), 700.0), slope
+
+
+def _configuration(
+    problem: Problem, z: Array, log_weights: Array, groups: NDArray[np.int64] | None = None
+) -> tuple[Configuration, Array | None]:
+    """The measures of latents ``(B, c, k)``, and the normals that their atoms may not move along."""
+    X, normals = z @ problem.chart.E.T, problem.chart.normals(z)
+    if groups is not None:
+        X, log_weights = X[:, groups], np.zeros((len(z), len(groups)))
+        normals = None if normals is None else normals[:, groups]
+    return Configuration(problem.forms, X, log_weights, problem.causal), normals
+
+
+def symmetric_part(problem: Problem, candidates: Candidates, groups: NDArray[np.int64] | None = None) -> Array:
+    """Norms ``(B,)`` of ``W^{1/2} J W^{-1/2}``; of sequences where ``groups`` names the atom of each token."""
+    batch, normals = _configuration(problem, candidates.latents, candidates.log_weights, groups)
+    return batch.top(normals, exact=False)[0]
+
+
+def evaluate(problem: Problem, candidates: Candidates) -> Array:
+    """Local constants ``(B,)``: the symmetric part, or the field at an atom that can split (of two tokens at least)."""
+    batch, normals = _configuration(problem, candidates.latents, candidates.log_weights)
     fields = batch.fields()
-    if normals is not None:
-        fields = fields - (fields @ normals[..., None]) * normals[:, :, None, :]
-    norms = np.linalg.norm(fields, 2, axis=(2, 3))
-    if can_split is not None:
-        norms = np.where(can_split, norms, 0.0)
-    return batch.top(normals, exact=False)[0], norms
+    norms = np.linalg.norm(fields if normals is None else tangent(fields, normals[:, :, None]), 2, axis=(2, 3))
+    if problem.n is not None:
+        norms = np.where(candidates.log_weights > np.log(1.5), norms, 0.0)
+    return np.asarray(np.maximum(batch.top(normals, exact=False)[0], norms.max(axis=1)))
 
 
 def ascend(
-    forms: tuple[Form, ...],
-    chart: Chart,
+    problem: Problem,
     starts: Candidates,
     *,
-    weighting: Weighting,
-    n: int | None = None,
+    weighting: Weighting = "fixed",
     steps: int,
     split_atom: int | None = None,
-    hidden: NDArray[np.bool_] | None = None,
+    groups: NDArray[np.int64] | None = None,
 ) -> tuple[Array, Candidates]:
     """Ascend every start of a batch by L-BFGS in smooth parameters of the domain.
 
     Parameters
     ----------
-    forms : tuple of Form
-        In the reduced coordinates of ``chart``.
     weighting : {"fixed", "free", "tokens"}
         Keep the weights, move them freely, or move them as ``(1 + (n - c) softmax) / n``.
     split_atom : int, optional
         Ascend ``||V C_k A||`` at that atom instead of the symmetric part.
-    hidden : ndarray (c, c) of bool, optional
-        Pairs (row, atom) that a causal mask hides.
+    groups : ndarray (n,) of int, optional
+        The atom of each token of a sequence.
 
     Returns
     -------
     values, candidates : ndarray (B,), Candidates
         The symmetric parts (or field norms) reached, never below those of the starts up to the boundary margin.
     """
-    objective = _Objective(forms, chart, weighting, n, starts.log_weights, split_atom, hidden)
+    objective = Objective(problem, weighting, starts.log_weights, split_atom, groups)
     x, f = lbfgs(objective, objective.pack(starts), steps=steps, floor=LOG_WEIGHT_FLOOR)
     return np.exp(-f), objective.candidates(x)
 
 
-def lbfgs(
-    objective: Callable[[Array], tuple[Array, Array]],
-    x0: Array,
-    *,
-    steps: int,
-    memory: int = 8,
-    floor: float = -np.inf,
-) -> tuple[Array, Array]:
+def _rows(objective: Batch, index: NDArray[np.int64]) -> Batch:
+    return objective.take(index) if hasattr(objective, "take") else objective
+
+
+def lbfgs(objective: Batch, x0: Array, *, steps: int, memory: int = 8, floor: float = -np.inf) -> tuple[Array, Array]:
     """Minimise a batch of functions at once; rows are independent problems ``(B, p)``.
 
     Limited-memory BFGS with backtracking on every row separately, all rows evaluated together. An objective may have
@@ -222,20 +229,19 @@ def lbfgs(
         direction[uphill], slope[uphill] = -g[uphill], -np.sum(g[uphill] ** 2, axis=1)
         size = np.linalg.norm(direction, axis=1)
         t = np.minimum(1.0 if S else np.inf, length / np.maximum(size, 1e-300))
-        done = np.zeros(len(x), dtype=bool)
         new_x, new_f, new_g = x.copy(), f.copy(), g.copy()
+        todo = np.arange(len(x))
         for _ in range(6):
-            todo = np.flatnonzero(~done)
             if not len(todo):
                 break
             trial = np.maximum(x[todo] + t[todo, None] * direction[todo], floor)
-            part = active.take(todo) if hasattr(active, "take") else active
-            ft, gt = part(trial)
+            ft, gt = _rows(active, todo)(trial)
             good = ft <= f[todo] + 1e-4 * t[todo] * slope[todo]
-            hit = todo[good]
+            hit, todo = todo[good], todo[~good]
             new_x[hit], new_f[hit], new_g[hit] = trial[good], ft[good], gt[good]
-            done[hit] = True
-            t[todo[~good]] *= 0.25
+            t[todo] *= 0.25
+        done = np.ones(len(x), dtype=bool)
+        done[todo] = False
         s, y = new_x - x, new_g - g
         # differences of flat stretches are rounding: their curvature would blow the next direction up
         steep = np.linalg.norm(y, axis=1)
@@ -257,7 +263,7 @@ def lbfgs(
                 break
             live, x, f, g, length = live[keep], x[keep], f[keep], g[keep], length[keep]
             S, Y = [h[keep] for h in S], [h[keep] for h in Y]
-            active = active.take(keep) if hasattr(active, "take") else active
+            active = _rows(active, keep)
     return best_x, best_f
 
 
@@ -294,9 +300,7 @@ def round_multiplicities(log_counts: Array, n: int) -> Array:
         counts = np.maximum(np.floor(exact), 1.0)
         missing = int(n - counts.sum())
         if missing >= 0:
-            order = np.argsort(-(exact - counts), kind="stable")
-            for i in range(missing):
-                counts[order[i % c]] += 1.0
+            counts[np.argsort(-(exact - counts), kind="stable")[:missing]] += 1.0
         else:
             for _ in range(-missing):
                 counts[int(np.argmax(np.where(counts > 1.0, counts - exact, -np.inf)))] -= 1.0

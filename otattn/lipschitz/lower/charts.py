@@ -9,10 +9,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.lipschitz.lower.forms import Form
+from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
+from otattn.attention.head import Head, heads_of
 from otattn.measures import Ball, Box, Domain, Ellipsoid, LayerNormDomain
 
-__all__ = ["Chart", "chart_of"]
+__all__ = ["Chart", "chart_of", "forms_of", "tangent"]
 
 Array = NDArray[np.float64]
 
@@ -92,6 +93,10 @@ class Chart:
             return np.asarray(unit)
         return np.asarray(unit * np.arcsin(np.minimum(size, 1.0 - margin)))
 
+    def size(self, z: Array) -> Array:
+        """The norm of latents, or the largest coordinate in a cube: 1 on the boundary."""
+        return np.asarray(np.abs(z).max(axis=-1) if self.kind == "cube" else np.linalg.norm(z, axis=-1))
+
     def clip(self, z: Array) -> Array:
         """Latents moved onto the unit ball, sphere or cube."""
         if self.kind == "cube":
@@ -129,7 +134,7 @@ class Chart:
         inner = self.clip(z) if self.kind == "sphere" else self.clip(z) * _INSIDE
         return np.asarray(inner @ self.shape.T + self.offset)
 
-    def restrict(self, forms: tuple[Form, ...]) -> tuple[Form, ...]:
+    def restrict(self, forms: tuple[Head, ...]) -> tuple[Head, ...]:
         """The heads in reduced coordinates."""
         return tuple(f.restricted(self.basis, self.offset) for f in forms)
 
@@ -144,7 +149,12 @@ class Chart:
         return z if self.kind == "sphere" else np.asarray(z * rng.random(size)[..., None] ** 0.4)
 
 
-def chart_of(domain: Domain, dim: int, forms: tuple[Form, ...] | None = None) -> Chart:
+def tangent(v: Array, normals: Array | None) -> Array:
+    """Rows of ``v (..., r)`` without their components along unit normals; as they are on solid domains."""
+    return v if normals is None else v - np.sum(v * normals, axis=-1, keepdims=True) * normals
+
+
+def chart_of(domain: Domain, dim: int, forms: tuple[Head, ...] | None = None) -> Chart:
     """The chart of a ball, ellipsoid, LayerNorm domain or box of R^dim, reduced to what ``forms`` see of it.
 
     Raises
@@ -176,15 +186,23 @@ def chart_of(domain: Domain, dim: int, forms: tuple[Form, ...] | None = None) ->
     )
 
 
-def _seen(hull: Array, offset: Array, forms: tuple[Form, ...] | None) -> Array:
+def _seen(hull: Array, offset: Array, forms: tuple[Head, ...] | None) -> Array:
     """Orthonormal basis of the part of the hull that the heads see; the hull itself when that is not smaller."""
     if forms is None:
         return hull
     parts = []
     for f in (f.restricted(hull, offset) for f in forms):
-        parts += [f.A, f.A.T, f.V.T, f.bias[:, None]] + ([] if f.H is None else [f.H])
+        parts += [f.A, f.A.T, f.V.T, f.c[:, None]] + ([] if f.H is None else [f.H])
     scaled = [p / max(float(np.linalg.norm(p)), 1e-300) for p in parts]
     U, s, _ = np.linalg.svd(np.concatenate(scaled, axis=1), full_matrices=False)
     # one direction at least, so that the coordinates of blind maps (A = V = 0) exist
     rank = max(1, int((s > _RANK_TOL).sum()))
     return hull if rank >= hull.shape[1] else np.asarray(hull @ U[:, :rank])
+
+
+def forms_of(attention: AttentionMap) -> tuple[Head, ...] | None:
+    """The heads of a softmax, L2 or multi-head attention map, outputs multiplied into the values; None for any other map."""
+    heads = heads_of(attention)
+    if not heads or any(h.causal or not isinstance(h.map, SoftmaxAttention | L2Attention) for h in heads):
+        return None
+    return tuple(h if h.output is None else h.with_values(h.total) for h in heads)

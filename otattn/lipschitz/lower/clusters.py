@@ -10,19 +10,19 @@ logarithms, since the weights of mean-field witnesses go down to ``e^{-3 a}``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, svds
 
 from otattn.attention import AttentionMap
-from otattn.lipschitz.lower.forms import Form, forms_of
+from otattn.attention.head import Head
+from otattn.lipschitz.lower.charts import forms_of, tangent
+from otattn.lipschitz.lower.singular import leading_direction, leading_pairs, unit
 from otattn.measures import as_discrete
 
-__all__ = ["ClusterConstant", "Configuration", "cluster_constant"]
+__all__ = ["Configuration", "cluster_constant", "split_gradient"]
 
 Array = NDArray[np.float64]
 
@@ -42,26 +42,23 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """A batch of measures with c atoms and their derivative in ``L^p(mu)``.
+    """A batch of measures with c atoms and their derivative in ``L^2(mu)``, the matrix M above.
 
     Parameters
     ----------
-    forms : tuple of Form
+    forms : tuple of Head
         Heads, summed.
     points : ndarray (B, c, d)
     log_weights : ndarray (B, c)
         Up to an additive constant each.
-    theta : float
-        ``1 / p``: the matrix is ``W^theta J W^-theta``.
-    hidden : ndarray (c, c) of bool, optional
-        Pairs (row, atom) that a causal mask hides.
+    causal : bool
+        An atom sees those before it and itself.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[Head, ...]
     points: Array
     log_weights: Array
-    theta: float = 0.5
-    hidden: NDArray[np.bool_] | None = None
+    causal: bool = False
     rows: tuple[_Rows, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,15 +66,15 @@ class Configuration:
         lw = self.log_weights - _logsumexp(self.log_weights)
         rows = []
         for f in self.forms:
-            G = X @ f.A.T + f.bias
+            G = X @ f.A.T + f.c
             L = G @ np.swapaxes(X, 1, 2) + lw[:, None, :]
             if f.H is not None:
                 L -= np.sum((X @ f.H) * X, axis=2)[:, None, :]
-            if self.hidden is not None:
-                L = np.where(self.hidden, -np.inf, L)
+            if self.causal:
+                L = np.where(np.tri(L.shape[1], dtype=bool), L, -np.inf)
             L -= _logsumexp(L)
             P = np.exp(L)
-            S = np.exp(L + self.theta * (lw[:, :, None] - lw[:, None, :]))
+            S = np.exp(L + 0.5 * (lw[:, :, None] - lw[:, None, :]))
             rows.append(_Rows(P, S, G, P @ X))
         object.__setattr__(self, "rows", tuple(rows))
 
@@ -110,7 +107,7 @@ class Configuration:
         M[:, k, :, k, :] += np.swapaxes(self.fields(), 0, 1)
         return M.reshape(B, c * e, c * d)
 
-    def _slope(self, f: Form, r: _Rows, v: Array) -> Array:
+    def _slope(self, f: Head, r: _Rows, v: Array) -> Array:
         """``<g_kl, v_l>``."""
         beta = r.G @ np.swapaxes(v, 1, 2)
         if f.H is not None:
@@ -147,36 +144,34 @@ class Configuration:
         """
         B, c, e, d = self.shape
         if c * min(e, d) > DENSE_LIMIT:
-            return self._top_lanczos(normals)
+            ones = [
+                replace(self, points=X[None], log_weights=w[None])
+                for X, w in zip(self.points, self.log_weights, strict=True)
+            ]
+            each = [None] * B if normals is None else list(normals[:, None])
+            values, left, right = zip(*(one._lanczos(n) for one, n in zip(ones, each, strict=True)), strict=True)
+            return np.concatenate(values), np.concatenate(left), np.concatenate(right)
         M = self.dense()
         if normals is not None:
             blocks = M.reshape(B, c * e, c, d)
             blocks -= np.einsum("bmki,bki->bmk", blocks, normals)[..., None] * normals[:, None]
-        wide = M.shape[1] <= M.shape[2]
-        # scaled first: the square of an entry e^{400} would overflow
-        scale = np.maximum(np.abs(M).max(axis=(1, 2)), 1e-300)[:, None, None]
-        N = M / scale
-        gram = N @ _t(N) if wide else _t(N) @ N
-        squaring = not exact and gram.shape[1] > 12
-        vec = _dominant(gram) if squaring else np.linalg.eigh(gram)[1][:, :, -1]
-        if wide:
-            u = vec
-            v, value = _unit(np.einsum("bm,bmn->bn", u, N))
-        else:
-            v = vec
-            u, value = _unit(np.einsum("bmn,bn->bm", N, v))
-        return value * scale[:, 0, 0], u.reshape(B, c, e), v.reshape(B, c, d)
+        value, u, v = leading_pairs(M, exact=exact)
+        return value, u.reshape(B, c, e), v.reshape(B, c, d)
 
-    def _top_lanczos(self, normals: Array | None) -> tuple[Array, Array, Array]:
-        B, c, e, d = self.shape
-        value, left, right = np.zeros(B), np.zeros((B, c, e)), np.zeros((B, c, d))
-        for b in range(B):
-            one = Configuration(
-                self.forms, self.points[b : b + 1], self.log_weights[b : b + 1], self.theta, self.hidden
-            )
-            n = None if normals is None else normals[b]
-            value[b], left[b], right[b] = _lanczos(one, n, np.cos(np.arange(c * d) ** 2.0))
-        return value, left, right
+    def _lanczos(self, normals: Array | None) -> tuple[Array, Array, Array]:
+        """:meth:`top` of a batch of one, without the matrix."""
+        _, c, e, d = self.shape
+
+        def forward(x: Array) -> Array:
+            return self.matvec(tangent(x.reshape(1, c, d), normals)).ravel()
+
+        def backward(y: Array) -> Array:
+            return tangent(self.rmatvec(y.reshape(1, c, e)), normals).ravel()
+
+        v = tangent(leading_direction(forward, backward, c * e, c * d, tol=1e-9).reshape(1, c, d), normals)
+        v = v / np.linalg.norm(v)
+        u, value = unit(self.matvec(v).reshape(1, -1))
+        return value, u.reshape(1, c, e), v
 
     def gradient(
         self, left: Array, right: Array, field_left: Array | None = None, field_right: Array | None = None
@@ -201,7 +196,7 @@ class Configuration:
             R = PH * Yd + r.P * _centred(dm, X, r.m)
             dL = T + R
             dL -= r.P * dL.sum(axis=2, keepdims=True)
-            gw += dL.sum(axis=1) + self.theta * (T.sum(axis=2) - T.sum(axis=1))
+            gw += dL.sum(axis=1) + 0.5 * (T.sum(axis=2) - T.sum(axis=1))
             SY = r.S * Y
             gX += _t(dL) @ r.G + (SY @ right + dL @ X) @ f.A
             if f.H is not None:
@@ -213,31 +208,9 @@ def _t(M: Array) -> Array:
     return np.swapaxes(M, 1, 2)
 
 
-def _dominant(G: Array) -> Array:
-    """Unit vectors of the largest eigenvalues of PSD matrices ``(B, N, N)``, by repeated squaring.
-
-    Several times faster than a full decomposition; eigenvalues closer than 1e-3 may be mixed.
-    """
-    H = G / np.maximum(np.trace(G, axis1=1, axis2=2), 1e-300)[:, None, None]
-    for _ in range(13):
-        H = H @ H
-        H /= np.maximum(np.trace(H, axis1=1, axis2=2), 1e-300)[:, None, None]
-        # of trace one and Frobenius norm one: rank one
-        if (np.sum(H * H, axis=(1, 2)) > 1.0 - 1e-13).all():
-            break
-    column = np.argmax(np.sum(H * H, axis=1), axis=1)
-    return _unit(np.take_along_axis(H, column[:, None, None], axis=2)[:, :, 0])[0]
-
-
 def _centred(a: Array, X: Array, m: Array) -> Array:
     """``<a_k, x_l - m_k>``, shape ``(B, c, c)``."""
     return np.asarray(a @ np.swapaxes(X, 1, 2) - np.sum(a * m, axis=2, keepdims=True))
-
-
-def _unit(x: Array) -> tuple[Array, Array]:
-    """Rows divided by their norms (zero rows stay), and the norms."""
-    size = np.linalg.norm(x, axis=-1)
-    return x / np.maximum(size, 1e-300)[..., None], size
 
 
 def _logsumexp(L: Array) -> Array:
@@ -245,61 +218,7 @@ def _logsumexp(L: Array) -> Array:
     return np.asarray(top + np.log(np.exp(L - top).sum(axis=-1, keepdims=True)))
 
 
-def _lanczos(one: Configuration, normals: Array | None, v0: Array) -> tuple[float, Array, Array]:
-    _, c, e, d = one.shape
-
-    def tangent(v: Array) -> Array:
-        return v if normals is None else v - np.sum(v * normals, axis=-1, keepdims=True) * normals
-
-    def forward(x: Array) -> Array:
-        return one.matvec(tangent(x.reshape(1, c, d))).ravel()
-
-    def backward(y: Array) -> Array:
-        return tangent(one.rmatvec(y.reshape(1, c, e))).ravel()
-
-    if not np.any(forward(v0)) and not np.any(backward(np.ones(c * e))):
-        return 0.0, np.zeros((c, e)), np.zeros((c, d))
-    operator = LinearOperator((c * e, c * d), matvec=forward, rmatvec=backward, dtype=np.float64)
-    start = v0 if d <= e else forward(v0)
-    _, _, vt = svds(operator, k=1, v0=start, tol=1e-9, maxiter=10_000, return_singular_vectors="vh")
-    v = tangent(vt[0].reshape(1, c, d))
-    v = v / np.linalg.norm(v)
-    u, value = _unit(one.matvec(v).reshape(1, -1))
-    return float(value[0]), u.reshape(c, e), v[0]
-
-
-@dataclass(frozen=True, eq=False)
-class ClusterConstant:
-    """The local constant of a measure with few atoms, with its parts and derivatives.
-
-    Attributes
-    ----------
-    value : float
-        ``max(symmetric, splitting)``.
-    symmetric, splitting : float
-        Norm of ``W^{1/2} J W^{-1/2}``; largest ``||V C_k A||`` over the atoms that can split (0 if none can).
-    atom : int
-        The atom with the largest field Jacobian among those that can split (-1 if none can).
-    left, right : ndarray (c, e), (c, d)
-        Singular vectors of the symmetric part.
-    points_gradient, log_weights_gradient : ndarray (c, d), (c,)
-        Derivatives of the part that attains ``value`` in the atoms and in the logarithms of their weights.
-    """
-
-    symmetric: float
-    splitting: float
-    atom: int
-    left: Array
-    right: Array
-    points_gradient: Array
-    log_weights_gradient: Array
-
-    @cached_property
-    def value(self) -> float:
-        return max(self.symmetric, self.splitting)
-
-
-def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) -> ClusterConstant:
+def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) -> float:
     """Local W_2 constant of softmax, L2 or multi-head attention at a measure with few atoms, at a cost free of n.
 
     Parameters
@@ -313,7 +232,8 @@ def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) 
 
     Returns
     -------
-    ClusterConstant
+    float
+        The larger of the norm of ``W^{1/2} J W^{-1/2}`` and of ``||V C_k A||`` at the atoms that can split.
 
     References
     ----------
@@ -324,8 +244,8 @@ def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) 
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.measures import DiscreteMeasure
     >>> mu = DiscreteMeasure([[1.0], [-1.0], [0.0]], [0.25, 0.25, 0.5])
-    >>> round(cluster_constant(SoftmaxAttention([[1.0]], [[1.0]]), mu, n=10**6 * 4).splitting, 12)
-    0.5
+    >>> round(cluster_constant(SoftmaxAttention([[1.0]], [[1.0]]), mu, n=10**6 * 4), 9)
+    1.46752656
     """
     forms = forms_of(attention)
     if forms is None:
@@ -337,15 +257,8 @@ def cluster_constant(attention: AttentionMap, mu: Any, *, n: int | None = None) 
     points, weights = measure.points, measure.weights
     can_split = np.ones(len(weights), dtype=bool) if n is None else as_discrete(mu).support().multiplicities(n) >= 2
     one = Configuration(forms, points[None], np.log(weights)[None])
-    value, u, v = one.top()
-    norms = np.where(can_split, np.linalg.norm(one.fields()[0], 2, axis=(1, 2)), -1.0)
-    atom = int(norms.argmax()) if can_split.any() else -1
-    splitting = max(0.0, float(norms.max()))
-    if splitting > value[0]:
-        gX, gw = split_gradient(one, np.array([atom]))
-    else:
-        gX, gw = one.gradient(u, v)
-    return ClusterConstant(float(value[0]), splitting, atom, u[0], v[0], gX[0], gw[0])
+    norms = np.linalg.norm(one.fields()[0], 2, axis=(1, 2))
+    return max(float(one.top()[0][0]), float(np.where(can_split, norms, 0.0).max()))
 
 
 def split_gradient(batch: Configuration, atoms: NDArray[np.int64]) -> tuple[Array, Array]:

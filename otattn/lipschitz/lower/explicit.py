@@ -12,28 +12,20 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import (
-    AttentionMap,
-    Compose,
-    MaskedAttention,
-    MultiHeadAttention,
-    PointwiseAttention,
-    Residual,
-    SinkhornAttention,
-)
 from otattn.errors import ConvergenceError
 from otattn.lipschitz.lower import mean_field_witnesses as mean_field
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import LOG_WEIGHT_FLOOR, Candidates, lbfgs, round_multiplicities
-from otattn.lipschitz.lower.charts import Chart
-from otattn.lipschitz.lower.extremal import extremal
-from otattn.lipschitz.lower.forms import Form, forms_of
+from otattn.lipschitz.lower.extremal import Extremal, extremal
+from otattn.lipschitz.lower.problem import Problem
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
-__all__ = ["Layout", "hint_forms", "output_pair", "search_explicit"]
+__all__ = ["Layout", "search_explicit"]
 
 Array = NDArray[np.float64]
 
+_SIZE = {"fast": (8, 5, 25), "deep": (40, 12, 80)}
+"""Random starts of each kind, how many of the best are ascended, steps each."""
 GRADIENT_LIMIT = 48
 """Atoms with more coordinates than this in all are ascended along random directions only."""
 
@@ -47,29 +39,26 @@ class Layout:
     kind : {"measure", "slice", "chain", "sequence"}
         A discrete measure; for causal maps and any measure, the same at one time, or the atoms one after another; for
         causal maps and n tokens, the sequence whose blocks of equal tokens are the atoms in order.
-    n : int or None
-        Number of tokens: log-weights are logarithms of counts.
+
+    With n tokens log-weights are logarithms of counts.
     """
 
-    attention: AttentionMap
-    chart: Chart
+    problem: Problem
     kind: Literal["measure", "slice", "chain", "sequence"]
-    n: int | None
-    p: float
 
     def counts(self, log_weights: Array) -> Array | None:
         """Tokens at each atom of the measure (None for any measure)."""
-        if self.n is None:
+        if self.problem.n is None:
             return None
         counts = np.rint(np.exp(log_weights))
         return np.ones(int(counts.sum())) if self.kind == "sequence" else counts
 
     def measure(self, latents: Array, log_weights: Array) -> Any:
         """The measure of latents ``(c, k)`` and log-weights ``(c,)``."""
-        points = self.chart.lift(latents)
+        points = self.problem.chart.lift(latents)
         if self.kind == "sequence":
             return SpaceTimeMeasure.from_sequence(np.repeat(points, np.rint(np.exp(log_weights)).astype(int), axis=0))
-        if self.n is None:
+        if self.problem.n is None:
             # relative to the heaviest atom: smaller weights would not be normal floats
             w = np.exp(np.maximum(log_weights - log_weights.max(), LOG_WEIGHT_FLOOR))
         else:
@@ -80,54 +69,51 @@ class Layout:
         times = np.arange(1, len(w) + 1) / len(w) if self.kind == "chain" else np.ones(len(w))
         return SpaceTimeMeasure(times, points, w)
 
-    def value(self, latents: Array, log_weights: Array) -> float:
-        """The local constant, 0 where the map cannot be evaluated (overflow, no convergence)."""
+    def extremal(self, latents: Array, log_weights: Array) -> tuple[Any, Extremal | None]:
+        """The measure and its local constant, None where the map cannot be evaluated (overflow, no convergence)."""
+        mu = self.measure(latents, log_weights)
         try:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                mu = self.measure(latents, log_weights)
-                found = extremal(self.attention, mu, self.chart, self.counts(log_weights), self.p)
+                return mu, extremal(self.problem, mu, self.counts(log_weights))
         except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return 0.0
-        return found.value if np.isfinite(found.value) else 0.0
+            return mu, None
+
+    def value(self, latents: Array, log_weights: Array) -> float:
+        """The local constant, 0 where the map cannot be evaluated."""
+        found = self.extremal(latents, log_weights)[1]
+        return found.value if found is not None and np.isfinite(found.value) else 0.0
+
+    def witness(self, latents: Array, log_weights: Array) -> tuple[Any, float]:
+        """The measure, with equal atoms merged where that is allowed, and the local constant evaluated at it."""
+        mu, counts = self.measure(latents, log_weights), self.counts(log_weights)
+        if self.kind == "measure":
+            merged = mu.merge_duplicates()
+            if merged.n < mu.n:
+                mu = merged
+                counts = None if self.problem.n is None else np.rint(mu.weights * self.problem.n)
+        return mu, extremal(self.problem, mu, counts).value
 
 
-def hint_forms(attention: AttentionMap) -> tuple[Form, ...]:
-    """Bilinear forms found inside a map, to draw starts from; none for a map that is not built from attention."""
-    known = forms_of(attention)
-    if known is not None:
-        return known
-    if isinstance(attention, (PointwiseAttention, SinkhornAttention)):
-        return (Form(attention.A, attention.V, np.zeros(attention.in_dim)),)
-    parts: tuple[AttentionMap, ...] = ()
-    if isinstance(attention, MaskedAttention):
-        parts = (attention.attention,)
-    elif isinstance(attention, MultiHeadAttention):
-        parts = attention.heads
-    elif isinstance(attention, Residual):
-        parts = (attention.map,)
-    elif isinstance(attention, Compose):
-        parts = attention.maps
-    return tuple(f for part in parts for f in hint_forms(part))
-
-
-def _starts(layout: Layout, forms: tuple[Form, ...], rng: np.random.Generator, count: int) -> list[tuple[Array, Array]]:
+def _starts(layout: Layout, rng: np.random.Generator, count: int) -> list[tuple[Array, Array]]:
     """Latents and log-weights of structured and random measures."""
-    chart, n = layout.chart, layout.n
-    usable = tuple(f for f in forms if f.A.shape[0] == chart.E.shape[0])
+    problem, n = layout.problem, layout.problem.n
+    chart, forms = problem.chart, problem.forms
     batches: list[Candidates] = []
-    ends = witnesses.directions(usable, chart, rng, count) if usable else chart.sample((count,), rng)
+    ends = witnesses.directions(chart, forms, rng, count) if forms else chart.sample((count,), rng)
     total = 0.0 if n is None else np.log(n)
     batches.append(Candidates(ends[:, None], np.full((len(ends), 1), total)))
-    for f in usable:
-        field = mean_field.field_measure(f, chart, rng)
-        structured: list[Candidates | None] = [field, mean_field.three_atoms(f, chart, rng, keep=1)]
-        if layout.p == np.inf:
-            structured.append(mean_field.output_measures(f, chart, rng))
+    for f in forms:
+        structured: list[Candidates | None] = [
+            mean_field.field_measure(problem, f, rng),
+            mean_field.three_atoms(problem, f, rng, keep=1),
+        ]
+        if problem.p == np.inf:
+            structured.append(mean_field.output_measures(problem, f, rng))
         if n is not None and n >= 2:
             structured = [
-                witnesses.castin_antipodal(f, chart, n),
-                witnesses.two_anchor(f, chart, n, rng, keep=2),
-                witnesses.field_atoms(f, chart, n, rng),
+                witnesses.castin_antipodal(problem, f),
+                witnesses.two_anchor(problem, f, rng, keep=2),
+                witnesses.field_atoms(problem, f, rng),
                 *(b for b in structured if b is not None and b.atoms <= n),
             ]
         batches += [b for b in structured if b is not None]
@@ -147,27 +133,11 @@ def _starts(layout: Layout, forms: tuple[Form, ...], rng: np.random.Generator, c
 
 
 def search_explicit(
-    layout: Layout,
-    forms: tuple[Form, ...],
-    rng: np.random.Generator,
-    *,
-    seeds: list[tuple[Array, Array]] | None = None,
-    starts: int = 12,
-    ascents: int = 4,
-    steps: int = 25,
+    layout: Layout, rng: np.random.Generator, *, seeds: list[tuple[Array, Array]] | None = None
 ) -> tuple[Array, Array]:
-    """The best measure found, as latents ``(c, k)`` and log-weights ``(c,)``.
-
-    Parameters
-    ----------
-    forms : tuple of Form
-        In reduced coordinates, to draw starts from (may be empty).
-    seeds : list of (latents, log_weights), optional
-        Further starts.
-    starts, ascents, steps : int
-        Random starts of each kind; how many of the best are ascended; steps each.
-    """
-    pool = [*(seeds or []), *_starts(layout, forms, rng, starts)]
+    """The best measure found, as latents ``(c, k)`` and log-weights ``(c,)``; ``seeds`` are further starts."""
+    starts, ascents, steps = _SIZE[layout.problem.effort]
+    pool = [*(seeds or []), *_starts(layout, rng, starts)]
     values = np.array([layout.value(z, lw) for z, lw in pool])
     order = np.argsort(-values, kind="stable")
     best_value, best = values[order[0]], pool[order[0]]
@@ -190,7 +160,7 @@ def search_explicit(
 def _ascend(
     layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
 ) -> tuple[Array, Array]:
-    chart, free = layout.chart, layout.n is None
+    chart, free = layout.problem.chart, layout.problem.n is None
     c, k = latents.shape
     size = c * k + (c if free else 0)
     start = chart.parameters(latents).ravel()
@@ -207,36 +177,17 @@ def _ascend(
 
     h = 1e-6
 
-    def one(x: Array) -> tuple[float, Array]:
-        z, lw = unpack(x)
-        try:
-            mu = layout.measure(z, lw)
-            found = extremal(layout.attention, mu, chart, layout.counts(lw), layout.p)
-            if not found.value > 0.0:
-                return 700.0, np.zeros_like(x)
-            base = found.functional(mu)
-            slope = np.array(
-                [(found.functional(layout.measure(*unpack(x + h * e))) - base) / h for e in np.eye(len(x))]
-            )
-        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return 700.0, np.zeros_like(x)
-        return -float(np.log(found.value)), -slope / found.value
-
     def objective(X: Array) -> tuple[Array, Array]:
-        values, slopes = zip(*(one(x) for x in X), strict=True)
-        return np.array(values), np.array(slopes)
+        x = X[0]  # one problem
+        mu, found = layout.extremal(*unpack(x))
+        if found is None or not found.value > 0.0:
+            return np.array([700.0]), np.zeros_like(X)
+        try:
+            base = found.functional(mu)
+            slope = [(found.functional(layout.measure(*unpack(x + h * e))) - base) / h for e in np.eye(len(x))]
+        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
+            return np.array([700.0]), np.zeros_like(X)
+        return np.array([-float(np.log(found.value))]), -np.array([slope]) / found.value
 
     x, _ = lbfgs(objective, np.zeros((1, len(subspace))), steps=steps)
     return unpack(x[0])
-
-
-def output_pair(layout: Layout, latents: Array, log_weights: Array) -> tuple[Any, float]:
-    """The measure, with equal atoms merged where that is allowed, and the local constant evaluated at it."""
-    mu = layout.measure(latents, log_weights)
-    counts = layout.counts(log_weights)
-    if layout.kind == "measure":
-        merged = mu.merge_duplicates()
-        if merged.n < mu.n:
-            mu = merged
-            counts = None if layout.n is None else np.rint(mu.weights * layout.n)
-    return mu, extremal(layout.attention, mu, layout.chart, counts, layout.p).value

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, svds
 
-from otattn.attention import AttentionMap
 from otattn.lipschitz.constants.sum_of_norms import ascend_sum_of_norms
-from otattn.lipschitz.lower.charts import Chart
+from otattn.lipschitz.lower.charts import Chart, tangent
+from otattn.lipschitz.lower.problem import Problem
+from otattn.lipschitz.lower.singular import leading_direction
 
 __all__ = ["Extremal", "extremal"]
 
@@ -38,8 +38,8 @@ class Extremal:
     functional: Callable[[Any], float]
 
 
-def extremal(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | None, p: float) -> Extremal:
-    r"""The W_p local constant of ``mu`` for displacements that stay in the domain of ``chart``, from below.
+def extremal(problem: Problem, mu: Any, counts: Array | None) -> Extremal:
+    r"""The W_p local constant of ``mu`` for displacements that stay in the domain, from below.
 
     Parameters
     ----------
@@ -47,14 +47,13 @@ def extremal(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | Non
         Atoms of positive weight in the domain.
     counts : ndarray (c,) or None
         Tokens at each atom: only atoms of two tokens or more can split. None: every atom can, in any proportion.
-    p : {1, 2, inf}
-        p = 2: the norm of ``W^{1/2} J W^{-1/2}``, and ``||D_x Gamma||`` at atoms that can split. p = 1: one token moves.
-        p = inf: one output decides. In both cases the share of an atom that moves on its own is one token, or
-        infinitesimal.
+
+    Notes
+    -----
+    p = 2: the norm of ``W^{1/2} J W^{-1/2}``, and ``||D_x Gamma||`` at atoms that can split. p = 1: one token moves.
+    p = inf: one output decides. In both cases the share of an atom that moves on its own is one token, or infinitesimal.
     """
-    if p == 2.0:
-        return _euclidean(attention, mu, chart, counts)
-    return _mixed(attention, mu, chart, counts, p)
+    return _euclidean(problem, mu, counts) if problem.p == 2.0 else _mixed(problem, mu, counts)
 
 
 def _normals(chart: Chart, mu: Any) -> Array | None:
@@ -65,40 +64,33 @@ def _normals(chart: Chart, mu: Any) -> Array | None:
     return chart.normals(np.linalg.solve(chart.E, y.T).T)
 
 
-def _tangent(v: Array, normals: Array | None) -> Array:
-    """Rows of ``v (..., c, r)`` with their normal components removed."""
-    return v if normals is None else v - np.sum(v * normals, axis=-1, keepdims=True) * normals
-
-
-def _fields(attention: AttentionMap, mu: Any, chart: Chart) -> Array:
+def _fields(problem: Problem, mu: Any) -> Array:
     """``D_x Gamma`` at the atoms on admissible displacements, ``(c, e, r)``."""
-    times = mu.times if attention.causal else None
-    D = attention.field_jacobian(mu.points, mu, times=times) @ chart.basis
-    normals = _normals(chart, mu)
-    return D if normals is None else D - (D @ normals[..., None]) * normals[:, None, :]
+    times = mu.times if problem.attention.causal else None
+    D = problem.attention.field_jacobian(mu.points, mu, times=times) @ problem.chart.basis
+    normals = _normals(problem.chart, mu)
+    return D if normals is None else tangent(D, normals[:, None])
 
 
-def _euclidean(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | None) -> Extremal:
+def _euclidean(problem: Problem, mu: Any, counts: Array | None) -> Extremal:
+    attention, chart = problem.attention, problem.chart
     normals = _normals(chart, mu)
     basis = chart.basis
     J = attention.jacobian(mu).reweighted(mu.weights)
     c, r = mu.n, basis.shape[1]
 
     def forward(x: Array) -> Array:
-        return J.jvp(_tangent(x.reshape(c, r), normals) @ basis.T).ravel()
+        return J.jvp(tangent(x.reshape(c, r), normals) @ basis.T).ravel()
 
     def backward(y: Array) -> Array:
-        return _tangent(J.vjp(y.reshape(c, J.e)) @ basis, normals).ravel()
+        return tangent(J.vjp(y.reshape(c, J.e)) @ basis, normals).ravel()
 
     if min(c * J.e, c * r) <= DENSE_LIMIT:
-        M = _tangent(J.to_dense().reshape(c * J.e, c, -1) @ basis, normals)
+        M = tangent(J.to_dense().reshape(c * J.e, c, -1) @ basis, normals)
         v = np.linalg.svd(M.reshape(c * J.e, c * r), full_matrices=False)[2][0]
     else:
-        operator = LinearOperator((c * J.e, c * r), matvec=forward, rmatvec=backward, dtype=np.float64)
-        v0 = np.cos(np.arange(c * r) ** 2.0)
-        probe = forward(v0)
-        v = v0 if not probe.any() else svds(operator, k=1, v0=v0 if r <= J.e else probe, tol=1e-7)[2][0]
-    v = _tangent(v.reshape(c, r), normals)
+        v = leading_direction(forward, backward, c * J.e, c * r, tol=1e-7)
+    v = tangent(v.reshape(c, r), normals)
     v = v / max(float(np.linalg.norm(v)), 1e-300)
     image = forward(v)
     # squares of values beyond e^350 would overflow
@@ -108,13 +100,13 @@ def _euclidean(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | N
 
     def particle(other: Any) -> float:
         K = attention.jacobian(other).reweighted(other.weights)
-        return float(np.sum(u * K.jvp(_tangent(v, _normals(chart, other)) @ basis.T)))
+        return float(np.sum(u * K.jvp(tangent(v, _normals(chart, other)) @ basis.T)))
 
     best = Extremal(value, "particle", particle)
     can_split = np.ones(c, dtype=bool) if counts is None else counts >= 1.5
     if not can_split.any():
         return best
-    D = _fields(attention, mu, chart)
+    D = _fields(problem, mu)
     norms = np.where(can_split, np.linalg.norm(D, 2, axis=(1, 2)), 0.0)
     k = int(norms.argmax())
     if norms[k] <= value:
@@ -122,17 +114,19 @@ def _euclidean(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | N
     U, _, Wt = np.linalg.svd(D[k])
 
     def splitting(other: Any) -> float:
-        return float(U[:, 0] @ _fields(attention, other, chart)[k] @ Wt[0])
+        return float(U[:, 0] @ _fields(problem, other)[k] @ Wt[0])
 
     return Extremal(float(norms[k]), "splitting", splitting)
 
 
-def _mixed(attention: AttentionMap, mu: Any, chart: Chart, counts: Array | None, p: float) -> Extremal:
+def _mixed(problem: Problem, mu: Any, counts: Array | None) -> Extremal:
+    attention, chart, p = problem.attention, problem.chart, problem.p
+
     def stacks(other: Any) -> tuple[Array, Array, Array]:
         J = attention.jacobian(other)
         normals = _normals(chart, other)
-        blocks = _tangent(J.to_dense().reshape(other.n, J.e, other.n, -1) @ chart.basis, normals)
-        return blocks, _fields(attention, other, chart), other.weights
+        blocks = tangent(J.to_dense().reshape(other.n, J.e, other.n, -1) @ chart.basis, normals)
+        return blocks, _fields(problem, other), other.weights
 
     def parts(blocks: Array, D: Array, weights: Array, k: int) -> Array:
         """The matrices whose summed norms are maximised: ``(c + 1, rows, columns)``, the moving share last."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn.lipschitz.lower import mean_field_witnesses as mean_field
 from otattn.lipschitz.lower import witnesses
-from otattn.lipschitz.lower.ascent import Candidates, ascend, evaluate, lbfgs, round_multiplicities
-from otattn.lipschitz.lower.charts import Chart
-from otattn.lipschitz.lower.clusters import Configuration
-from otattn.lipschitz.lower.forms import Form
-from otattn.lipschitz.lower.search import Effort, search_tokens, token_starts
+from otattn.lipschitz.lower.ascent import Candidates, ascend, evaluate, round_multiplicities, symmetric_part
+from otattn.lipschitz.lower.problem import Problem
+from otattn.lipschitz.lower.search import Found, exchanged_counts, search_tokens, token_starts
 
 __all__ = ["search_chains", "search_sequences"]
 
@@ -27,135 +25,79 @@ _FREE_LIMIT = 24
 """Up to this many tokens the best sequence is ascended once more with every token on its own."""
 
 
-@dataclass(frozen=True, eq=False)
-class _BlockObjective:
-    """``-log`` of the causal norm in the positions of blocks; ``groups (n,)`` names the block of every token."""
-
-    forms: tuple[Form, ...]
-    chart: Chart
-    groups: NDArray[np.int64]
-
-    def configuration(self, z: Array) -> Configuration:
-        n = len(self.groups)
-        hidden = np.triu(np.ones((n, n), dtype=bool), 1)
-        return Configuration(self.forms, (z @ self.chart.E.T)[:, self.groups], np.zeros((len(z), n)), 0.5, hidden)
-
-    def __call__(self, x: Array) -> tuple[Array, Array]:
-        c = int(self.groups.max()) + 1
-        omega = x.reshape(len(x), c, self.chart.latent_dim)
-        z = self.chart.latents(omega)
-        batch = self.configuration(z)
-        normals = self.chart.normals(z)
-        each = None if normals is None else normals[:, self.groups]
-        value, u, v = batch.top(each, exact=False)
-        gz = batch.gradient(u, v)[0] @ self.chart.E
-        if normals is not None:
-            gz += self.chart.normal_gradient(z[:, self.groups], batch.rmatvec(u), v)
-        summed = np.zeros_like(z)
-        np.add.at(summed.swapaxes(0, 1), self.groups, gz.swapaxes(0, 1))
-        scale = -1.0 / np.maximum(value, 1e-300)
-        gradient = self.chart.pull(omega, summed).reshape(len(x), -1) * scale[:, None]
-        gradient[~np.isfinite(gradient).all(axis=1) | ~(value > 0.0)] = 0.0
-        return np.where(value > 0.0, -np.log(np.maximum(value, 1e-300)), 700.0), gradient
-
-    def value(self, z: Array) -> float:
-        """The causal norm at latents ``(c, k)``."""
-        normals = self.chart.normals(z[None])
-        each = None if normals is None else normals[:, self.groups]
-        return float(self.configuration(z[None]).top(each, exact=False)[0][0])
+def _groups(log_counts: Array) -> NDArray[np.int64]:
+    """The block of every token."""
+    return np.repeat(np.arange(len(log_counts)), np.rint(np.exp(log_counts)).astype(np.int64))
 
 
-def _groups(counts: Array) -> NDArray[np.int64]:
-    return np.repeat(np.arange(len(counts)), np.rint(counts).astype(np.int64))
+def _norm(problem: Problem, z: Array, log_counts: Array) -> float:
+    """The causal norm at blocks of latents ``(c, k)``."""
+    return float(symmetric_part(problem, Candidates(z[None], log_counts[None]), _groups(log_counts))[0])
 
 
-def search_sequences(
-    forms: tuple[Form, ...], chart: Chart, n: int, rng: np.random.Generator, effort: Effort = "fast"
-) -> tuple[Array, Array]:
+def search_sequences(problem: Problem, rng: np.random.Generator) -> tuple[Array, Array]:
     """Latents ``(c, k)`` and log-counts ``(c,)`` of the blocks, in order, of the best causal sequence found.
 
     The search runs on at most 48 tokens; the best sequence is then doubled until it has n, ascending each time.
     """
-    orders, ascents, steps = _SIZE[effort]
+    n = problem.tokens
+    orders, ascents, steps = _SIZE[problem.effort]
     if n == 1:
-        return chart.sample((1, 1), rng)[0], np.zeros(1)
+        return problem.chart.sample((1, 1), rng)[0], np.zeros(1)
     length = min(n, _CORE)
-    scored = _screened(forms, chart, length, rng, orders)
-    best = _Sequence(-1.0, *scored[0][1:])
+    scored = _screened(replace(problem, n=length), rng, orders)
+    best = Found(-1.0, *scored[0][1:])
     for _, z, lw in scored[: ascents + 1]:
-        best = max(best, _ascended(forms, chart, z, lw, steps), key=lambda s: s.value)
-    best = _exchanged(forms, chart, best, steps, rounds=2 if effort == "fast" else 8)
+        best = _better(best, _ascended(problem, z, lw, steps))
+    for _ in range(2 if problem.effort == "fast" else 8):
+        # move tokens between blocks while that helps
+        trials = exchanged_counts(best.log_weights, 0.3)
+        if not len(trials):
+            break
+        values = [_norm(problem, best.latents, lw) for lw in trials]
+        moved = _ascended(problem, best.latents, trials[int(np.argmax(values))], steps)
+        if moved.value <= best.value * (1.0 + 1e-9):
+            break
+        best = moved
     if n <= _FREE_LIMIT:
-        groups = _groups(np.exp(best.log_counts))
-        free = _ascended(forms, chart, best.latents[groups], np.zeros(n), steps)
-        best = max(best, free, key=lambda s: s.value)
+        best = _better(best, _ascended(problem, best.latents[_groups(best.log_weights)], np.zeros(n), steps))
     while length < n:
         length = min(2 * length, n)
-        best = _lengthened(forms, chart, best, length, steps // 2)
-    return best.latents, best.log_counts
+        best = _lengthened(problem, best, length, steps // 2)
+    return best.latents, best.log_weights
 
 
-@dataclass(frozen=True, eq=False)
-class _Sequence:
-    value: float
-    latents: Array
-    log_counts: Array
+def _better(one: Found, other: Found) -> Found:
+    return other if other.value > one.value else one
 
 
-def _screened(
-    forms: tuple[Form, ...], chart: Chart, n: int, rng: np.random.Generator, orders: int
-) -> list[tuple[float, Array, Array]]:
+def _screened(problem: Problem, rng: np.random.Generator, orders: int) -> list[tuple[float, Array, Array]]:
     """Structured and random blocks, light ones first or last, with their values; the unmasked optimum leads the list."""
-    found = search_tokens(forms, chart, n, rng, "fast")
-    pool = [Candidates(found.latents[None], found.log_weights[None])]
-    for batch in token_starts(forms, chart, n, rng, orders):
+    pool = [search_tokens(replace(problem.unmasked, effort="fast"), rng).candidate]
+    for batch in token_starts(problem, rng, orders):
         pick = rng.permutation(batch.size)[: 4 * orders]
-        pool.append(Candidates(batch.latents[pick], round_multiplicities(batch.log_weights[pick], n)))
+        pool.append(Candidates(batch.latents[pick], round_multiplicities(batch.log_weights[pick], problem.tokens)))
     scored: list[tuple[float, Array, Array]] = []
     for batch in pool:
         for i in range(batch.size):
             for sign in (1.0, -1.0):
                 order = np.argsort(sign * batch.log_weights[i], kind="stable")
                 z, lw = batch.latents[i][order], batch.log_weights[i][order]
-                scored.append((_BlockObjective(forms, chart, _groups(np.exp(lw))).value(z), z, lw))
+                scored.append((_norm(problem, z, lw), z, lw))
     lead = max(scored[:2], key=lambda item: item[0])
     return [lead, *sorted(scored, key=lambda item: -item[0])]
 
 
-def _ascended(forms: tuple[Form, ...], chart: Chart, z: Array, lw: Array, steps: int) -> _Sequence:
+def _ascended(problem: Problem, z: Array, lw: Array, steps: int) -> Found:
     """The better of a sequence and its ascent."""
-    objective = _BlockObjective(forms, chart, _groups(np.exp(lw)))
-    x, _ = lbfgs(objective, chart.parameters(z).reshape(1, -1), steps=steps)
-    moved = chart.latents(x.reshape(z.shape))
-    here, there = objective.value(z), objective.value(moved)
-    return _Sequence(there, moved, lw) if there > here else _Sequence(here, z, lw)
+    _, found = ascend(problem, Candidates(z[None], lw[None]), steps=steps, groups=_groups(lw))
+    moved = found.latents[0]
+    return _better(Found(_norm(problem, z, lw), z, lw), Found(_norm(problem, moved, lw), moved, lw))
 
 
-def _exchanged(forms: tuple[Form, ...], chart: Chart, best: _Sequence, steps: int, rounds: int) -> _Sequence:
-    """Move tokens between blocks while that helps."""
-    for _ in range(rounds):
-        counts = np.rint(np.exp(best.log_counts))
-        trials = []
-        for i, j in np.argwhere(~np.eye(len(counts), dtype=bool)):
-            for move in {1.0, float(np.rint(0.3 * counts[i]))}:
-                if 1.0 <= move < counts[i]:
-                    new = counts.copy()
-                    new[i] -= move
-                    new[j] += move
-                    trials.append(np.log(new))
-        scored = [(_BlockObjective(forms, chart, _groups(np.exp(lw))).value(best.latents), lw) for lw in trials]
-        if not scored:
-            return best
-        new_best = _ascended(forms, chart, best.latents, max(scored, key=lambda item: item[0])[1], steps)
-        if new_best.value <= best.value * (1.0 + 1e-9):
-            return best
-        best = new_best
-    return best
-
-
-def _lengthened(forms: tuple[Form, ...], chart: Chart, best: _Sequence, n: int, steps: int) -> _Sequence:
+def _lengthened(problem: Problem, best: Found, n: int, steps: int) -> Found:
     """The sequence with n tokens: its last block longer (never worse, the mask hides it), or all large blocks."""
-    counts = np.rint(np.exp(best.log_counts))
+    counts = np.rint(np.exp(best.log_weights))
     last = counts.copy()
     last[-1] += n - counts.sum()
     large = np.where(counts > 2.0, counts, 0.0)
@@ -164,24 +106,22 @@ def _lengthened(forms: tuple[Form, ...], chart: Chart, best: _Sequence, n: int, 
     shares = np.round(large * (n - few) / large.sum())
     all_large = np.where(large > 0.0, np.maximum(shares, 1.0), counts)
     all_large[-1] += n - all_large.sum()
-    out = _ascended(forms, chart, best.latents, np.log(last), steps)
+    out = _ascended(problem, best.latents, np.log(last), steps)
     if all_large[-1] >= 1.0 and (all_large != last).any():
-        out = max(out, _ascended(forms, chart, best.latents, np.log(all_large), steps), key=lambda s: s.value)
+        out = _better(out, _ascended(problem, best.latents, np.log(all_large), steps))
     return out
 
 
-def search_chains(
-    forms: tuple[Form, ...], chart: Chart, rng: np.random.Generator, effort: Effort = "fast"
-) -> tuple[Array, Array]:
+def search_chains(problem: Problem, rng: np.random.Generator) -> tuple[Array, Array]:
     """Latents and log-weights of the best space-time measure found whose atoms come one after another, weights free.
 
     The heavy atom of a witness on one time slice becomes a chain of growing atoms: earlier ones compete less with the
     light atoms that all of them see.
     """
-    _, ascents, steps = _SIZE[effort]
-    best = _Sequence(-1.0, np.zeros((1, chart.latent_dim)), np.zeros(1))
-    batches = [mean_field.three_atoms(f, chart, rng) for f in forms]
-    batches.append(witnesses.random_tokens(chart, 1000, 3, 24 * ascents, rng))
+    _, ascents, steps = _SIZE[problem.effort]
+    best = Found(-1.0, np.zeros((1, problem.chart.latent_dim)), np.zeros(1))
+    batches = [mean_field.three_atoms(problem, f, rng) for f in problem.forms]
+    batches.append(witnesses.random_tokens(problem.chart, 1000, 3, 24 * ascents, rng))
     for batch in batches:
         order = np.argsort(batch.log_weights, axis=1, kind="stable")
         starts = Candidates(
@@ -189,14 +129,13 @@ def search_chains(
             np.take_along_axis(batch.log_weights, order, axis=1),
         )
         for links in (1, 4):
-            best = max(best, _best_chain(forms, chart, _linked(starts, links), ascents, steps), key=lambda s: s.value)
-    for _ in range(2 if effort == "fast" else 4):
-        one = Candidates(best.latents[None], best.log_counts[None])
-        grown = _best_chain(forms, chart, _linked(one, 4), 1, steps)
+            best = _better(best, _best_chain(problem, _linked(starts, links), ascents, steps))
+    for _ in range(2 if problem.effort == "fast" else 4):
+        grown = _best_chain(problem, _linked(best.candidate, 4), 1, steps)
         if grown.value <= best.value:
             break
         best = grown
-    return best.latents, best.log_counts
+    return best.latents, best.log_weights
 
 
 def _linked(starts: Candidates, links: int) -> Candidates:
@@ -211,14 +150,10 @@ def _linked(starts: Candidates, links: int) -> Candidates:
     return Candidates(np.stack(rows_z), np.stack(rows_w))
 
 
-def _best_chain(forms: tuple[Form, ...], chart: Chart, starts: Candidates, ascents: int, steps: int) -> _Sequence:
-    hidden = np.triu(np.ones((starts.atoms, starts.atoms), dtype=bool), 1)
-    values = evaluate(forms, chart, starts, hidden=hidden)[0]
-    starts = starts.take(np.argsort(-values, kind="stable")[: 4 * ascents])
-    values, moved = ascend(forms, chart, starts, weighting="free", steps=steps, hidden=hidden)
-    moved = moved.take(np.argsort(-values, kind="stable")[:ascents])
-    _, moved = ascend(forms, chart, moved, weighting="free", steps=4 * steps, hidden=hidden)
-    symmetric, fields = evaluate(forms, chart, moved, hidden=hidden)
-    values = np.maximum(symmetric, fields.max(axis=1))
-    top = int(values.argmax())
-    return _Sequence(float(values[top]), moved.latents[top], moved.log_weights[top])
+def _best_chain(problem: Problem, starts: Candidates, ascents: int, steps: int) -> Found:
+    starts = starts.best(symmetric_part(problem, starts), 4 * ascents)
+    values, moved = ascend(problem, starts, weighting="free", steps=steps)
+    _, moved = ascend(problem, moved.best(values, ascents), weighting="free", steps=4 * steps)
+    values = evaluate(problem, moved)
+    top = moved.best(values, 1)
+    return Found(float(values.max()), top.latents[0], top.log_weights[0])

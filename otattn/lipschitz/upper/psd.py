@@ -88,8 +88,8 @@ from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, prove
 from otattn.lipschitz.constants.self_logit import UnitHead, head_of, least_stretch, psd_defect, unit_head
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
-from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
-from otattn.lipschitz.upper._psd_search import Plan, add_rows, choose, refine
+from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
+from otattn.lipschitz.upper.psd_search import Plan, add_rows, choose, refine
 from otattn.measures.domains import Domain
 
 __all__ = ["psd"]
@@ -98,36 +98,14 @@ Array = NDArray[np.float64]
 
 _MARGIN = 5e-10, 1e-14
 """Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""
-_OWN_CELLS = 1024
 _CELLS = 1_500_000
 _LARGEST = 1000.0
 """Beyond this ``||A|| R^2`` the masses of rows underflow; a row then sees nothing of its own token anyway."""
 
 
-class _OwnTerm:
-    """Range maxima of :meth:`Columns.own_table`."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.levels = [columns.own_table(_OWN_CELLS)]
-        while 2 ** len(self.levels) <= _OWN_CELLS:
-            last, step = self.levels[-1], 2 ** (len(self.levels) - 1)
-            self.levels.append(np.maximum(last[:-step], last[step:]))
-
-    def __call__(self, r0: Array, r1: Array) -> Array:
-        """Upper bound on ``[r0, r1]``."""
-        first = np.clip(np.floor(r0 * _OWN_CELLS).astype(int), 0, _OWN_CELLS - 1)
-        last = np.clip(np.ceil(r1 * _OWN_CELLS).astype(int) - 1, first, _OWN_CELLS - 1)
-        level = np.log2(last - first + 1).astype(int)
-        out = np.empty(r0.shape)
-        for k in np.unique(level):
-            at = level == k
-            out[at] = np.maximum(self.levels[k][first[at]], self.levels[k][last[at] - 2**k + 1])
-        return out
-
-
 def _cell_bound(columns: Columns, edges: Array, multipliers: Multipliers) -> CellBound:
     """The logarithm of ``(bound / v)^2`` on boxes."""
-    own, share = _OwnTerm(columns), OwnShare(multipliers, columns.n, exact=columns.exact)
+    own, share = OwnTerm(columns), OwnShare(multipliers, columns.n, exact=columns.exact)
     faint = top(columns.faint())
     wrap: Any = lift if columns.exact else np.asarray
 

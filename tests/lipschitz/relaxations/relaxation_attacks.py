@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
-from otattn.lipschitz.lower.forms import forms_of
 
 
 def in_ball(x, radius):

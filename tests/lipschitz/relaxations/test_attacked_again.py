@@ -11,12 +11,12 @@ from scipy.special import softmax, xlogy
 from otattn.attention import RotaryAttention, SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_head
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
+from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
-from otattn.lipschitz.lower.forms import forms_of
 from otattn.lipschitz.relaxations import field_certificate
-from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper.mean_field import _Barycentre, _m4_bound, mean_field
-from otattn.lipschitz.upper.psd import _OwnTerm, psd
+from otattn.lipschitz.upper.psd import psd
+from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
 from otattn.lipschitz.upper.rotary import rotary_row_bound
 from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, rows_and_columns
 from otattn.measures import Ball, Box
@@ -114,7 +114,7 @@ def test_own_terms_hold_what_the_definitions_say():
         true = (1 + t) * weight(columns, q, (a * r) ** 2 * lam) + (1 + 1 / t) * (columns.b * lam) ** 2
         side = 10 ** (-4 * rng.random(r.size)) * rng.random((2, r.size))
         with np.errstate(all="ignore"):
-            whole = _OwnTerm(columns)(np.maximum(r - side[0], 0), np.minimum(r + side[1], 1))
+            whole = OwnTerm(columns)(np.maximum(r - side[0], 0), np.minimum(r + side[1], 1))
         assert (true <= whole * (1 + 1e-9)).all()
         seen += r.size
     assert seen > 1000

@@ -10,9 +10,9 @@ from scipy.special import softmax
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.upper._psd_columns import Columns, Multipliers, OwnShare
-from otattn.lipschitz.upper._psd_search import _sample
 from otattn.lipschitz.upper.psd import psd
+from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
+from otattn.lipschitz.upper.psd_search import sample_rows
 from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
 from otattn.measures import Ball, Ellipsoid
 
@@ -102,7 +102,7 @@ def test_cells_dominate_their_points(n, a, stretch):
     seen = 0
     for _ in range(60):
         columns = some_columns(rng, a, stretch, n)
-        z = _sample(columns, float(rng.random()), 512).z
+        z = sample_rows(columns, float(rng.random()), 512).z
         count = z.shape[1]
         many = Multipliers(*np.repeat([[rng.random()], [rng.normal()], [0.1]], count, axis=1))
         value, _ = columns.off(z, z, many)
@@ -123,7 +123,7 @@ def test_cells_dominate_their_points(n, a, stretch):
 def test_cells_close_on_their_points():
     rng = np.random.default_rng(2)
     columns = Columns(9.0, 9.0, 1.0, 8, (1.5, 2.0, 0.4), 0.1, 2.7)
-    z = _sample(columns, 0.7, 1024).z
+    z = sample_rows(columns, 0.7, 1024).z
     many = Multipliers(*np.repeat([[0.5], [0.5], [0.1]], z.shape[1], axis=1))
     value, _ = columns.off(z, z, many)
     for width, gap in ((1e-2, 0.2), (1e-3, 0.02)):

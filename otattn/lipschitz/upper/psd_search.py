@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import rel_entr
 
-from otattn.lipschitz.upper._psd_columns import Columns, Multipliers
+from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
 
-__all__ = ["Plan", "add_rows", "choose", "refine"]
+__all__ = ["Plan", "add_rows", "choose", "refine", "sample_rows"]
 
 Array = NDArray[np.float64]
 
@@ -50,7 +50,8 @@ def _evaluate(columns: Columns, r: float, z: Array) -> _Rows:
     return _Rows(r, z, np.expm1(value - np.log1p(columns.t(z[1])) - z[2]))
 
 
-def _sample(columns: Columns, r: float, count: int) -> _Rows:
+def sample_rows(columns: Columns, r: float, count: int) -> _Rows:
+    """Possible rows that feed a column of radius r, those whose terms are largest for some weights and multipliers."""
     from scipy.stats import qmc  # half a second, for those who get here
 
     cube = qmc.Sobol(3, seed=0).random(count).T
@@ -132,7 +133,7 @@ def _own(columns: Columns, r: Array, cells: int) -> Array:
 def choose(base: Columns, *, deep: bool) -> Plan:
     """Weights and multipliers that make the sampled bound small."""
     radii = np.linspace(0.1, 1.0, 10 if deep else 7)
-    samples = [_sample(base, float(r), 2**13 if deep else 2**12) for r in radii]
+    samples = [sample_rows(base, float(r), 2**13 if deep else 2**12) for r in radii]
     memory = [np.array([0.6, 0.55, math.log(0.3)]) for _ in radii]
 
     def columns_at(v: Array) -> Columns:
@@ -168,7 +169,7 @@ def choose(base: Columns, *, deep: bool) -> Plan:
     columns = columns_at(best[1])
     edges = np.linspace(0.0, 1.0, 33 if deep else 17)
     nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
-    rows = [_sample(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
+    rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
     starts_at = [memory[k] for k in nearest]
     return _fit(Plan(columns, edges, Multipliers(*np.zeros((3, len(rows)))), rows), starts_at, range(len(rows)))
 

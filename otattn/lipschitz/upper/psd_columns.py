@@ -1,0 +1,283 @@
+"""Cell bounds of the column sums behind :mod:`otattn.lipschitz.upper.psd`: each box at its worst corner.
+
+Boxes have the sides ``(r, h, log p, log q)``, named as there. A box is bounded at its worst corner and, to second order, by
+its middle plus the largest slopes over it; the smaller of both counts. The entropies enter through tangent planes, which
+lie below them everywhere. With intervals for the numbers of the head every bound is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.lipschitz.arithmetic.intervals import lift, upper, xlogy
+from otattn.lipschitz.arithmetic.rounding import top
+from otattn.lipschitz.constants.cells import boxes
+from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
+
+__all__ = ["Columns", "Multipliers", "OwnShare", "OwnTerm"]
+
+Array = NDArray[np.float64]
+
+OWN_CELLS = 1024
+"""Cells of r of the table of own terms."""
+
+
+@dataclass(frozen=True, eq=False)
+class Multipliers:
+    """One entry a cell of r: ``mu`` in [0, 1], any ``sigma`` (in units of r), ``xi`` > 0."""
+
+    mu: Array
+    sigma: Array
+    xi: Array
+
+    def at(self, cell: Any) -> Multipliers:
+        """The entries of these cells."""
+        return Multipliers(self.mu[cell], self.sigma[cell], self.xi[cell])
+
+
+class OwnShare:
+    """``max_x -(1-mu) log x - mu kl(x|y) + xi (n - 1 - 1/x)`` over shares x in (0, 1], as a decreasing step function of y.
+
+    Tabulated from above: x and y run over cells, and the running maximum from the right makes it monotone.
+    """
+
+    def __init__(self, multipliers: Multipliers, n: int, *, count: int = 256, exact: bool = False) -> None:
+        self.edges = np.concatenate([[0.0], np.geomspace(1e-3 / n, 1.0, count)])
+        self.edges[-1] = 1.0
+        y0, y1 = self.edges[:-1], self.edges[1:]
+        wrap: Any = lift if exact else float
+        rows = []
+        for mu, xi in zip(map(wrap, multipliers.mu), map(wrap, multipliers.xi), strict=True):
+            # what does not depend on y increases up to this x and decreases beyond
+            turn = xi / np.maximum(1.0 - mu, 1e-300)
+            x = np.geomspace(min(top(turn), 1e-2 / n), 1.0, count)[:, None]
+            x[-1] = 1.0
+            x0, x1 = np.concatenate([x[:1], x[:-1]]), x
+            near = np.where(x1 < y0, _divergence(x1, y0, exact), 0.0)
+            far = np.where(x0 > y1, _divergence(x0, y1, exact), 0.0)
+            # the first cell begins at zero
+            distance = np.concatenate([near[:1], np.maximum(near, far)[1:]])
+            peak = np.where(np.arange(count)[:, None] > 0, np.clip(turn, x0, x1), np.minimum(turn, x1))
+            best = -(1 - mu) * np.log(peak) - xi / peak - mu * distance
+            rows.append(upper(best.max(axis=0) + xi * (n - 1)))
+        self.table = np.maximum.accumulate(np.array(rows)[:, ::-1], axis=1)[:, ::-1]
+
+    def __call__(self, cell: Array, share: Array) -> Array:
+        """Upper bound at every y >= ``share``."""
+        index = np.searchsorted(self.edges, share * (1 - 1e-12), side="right") - 1
+        return np.asarray(self.table[cell, np.clip(index, 0, self.table.shape[1] - 1)])
+
+
+def _divergence(x: Array, y: Array, exact: bool) -> Any:
+    """``kl(x|y)``, binary."""
+    p, q = (lift(x), lift(y)) if exact else (x, y)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kl = xlogy(p, p / q) + xlogy(1 - p, (1 - p) / (1 - q))
+    return kl if exact else np.where(np.isnan(kl), np.inf, kl)
+
+
+class Tilt(NamedTuple):
+    """The multipliers as slopes: ``mu (1 - 2 sigma)`` along ``l_ii = a h^2 - log q``, ``-2 mu sigma`` along ``log p``."""
+
+    mu: Any
+    along: Any
+    lean: Any
+    tail: Any
+    """``mu a sigma^2 r^2`` at the largest r."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns(Rows):
+    """The numbers of a head and the weights of its rows.
+
+    Attributes
+    ----------
+    split : tuple of float
+        ``t(h) = t0 (1 - h)^g + t1`` with ``t0 >= 0``, ``g >= 1``, ``t1 > 0``.
+    eta, tau : float
+        ``eta >= 0`` and ``tau > 0`` of the row weights.
+    """
+
+    split: tuple[float, float, float]
+    eta: float
+    tau: float
+
+    @property
+    def log_least_p(self) -> float:
+        """Rows that give less than this to the column are counted together, by :meth:`faint`."""
+        return math.log(1e-6 / self.n)
+
+    def faint(self) -> Any:
+        """What the rows of tiny p add to a column sum, at most."""
+        least = np.exp(self.wrap(self.log_least_p))
+        return (self.n - 1) * (1 + self.t(self.wrap(np.zeros(1)))[0]) * (1 + self.eta) * least * (1 + self.a**2)
+
+    def t(self, h: Any) -> Any:
+        """The split, decreasing in h."""
+        t0, g, t1 = self.split
+        return t0 * np.maximum(1 - h, 0.0) ** g + t1
+
+    def _t_slope(self, h: Any) -> Any:
+        t0, g, _ = self.split
+        # g >= 1, and g - 1 rounded up makes a power of a number below one smaller in size by rounding only
+        base = np.maximum(1 - h, 0.0)
+        power = base ** (self.wrap(g) - 1.0) if self.exact else base ** (g - 1)
+        return -(self.wrap(t0) * g) * power
+
+    def row_weight(self, p: Any, gamma: Any, most: Any = None) -> Any:
+        """``c(p, Gamma)``, outward; for an interval ``[p, most]`` its largest value."""
+        gamma, tau = gamma + self.grain, self.wrap(self.tau)
+        most = p if most is None else most
+        lean = (1 + tau) - (1 + 1 / tau) * gamma
+        whole = most * (1 + gamma)
+        single = (1 + 1 / tau) * gamma + np.where(lean >= 0, most, p) * lean
+        return (1 + self.wrap(self.eta)) / (1 / whole + self.eta / single)
+
+    def off(self, lo: Array, hi: Array, multipliers: Multipliers) -> tuple[Array, Array]:
+        """Logarithm of the bound of ``sum_{i != j}`` on each box, without the own share; and what loosens it.
+
+        ``multipliers`` has one entry a box.
+        """
+        box, at, tilt = self.box(lo, hi), self.middle(lo, hi), self.tilt(multipliers, hi[0])
+        plane, B = self.plane(box), self.second_moment(box)
+        E, reached = self.mean_range(plane, box)
+        keep = self.possible(box) & reached
+        gamma = self.gamma(box, E, B)
+        largest = np.minimum(gamma.hi, (self.a * box.h.hi) ** 2 * self.cap(box))
+        value = self.at_corner(box, largest, tilt)
+        slopes = self.gamma_slopes(box, E, B, plane)
+        bound, moves = self.by_middle(box, at, tilt, self.gamma_at(plane, at), gamma, slopes)
+        value = np.where(box.p.hi < 1, np.minimum(value, bound), value)
+        for own, share in ((False, box.p), (True, box.q)):
+            bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
+            value = np.where((share.lo > 0.5) & (box.p.hi < 1), np.minimum(value, bound), value)
+        r = box.r.hi
+        in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
+        in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
+        pull = np.array([upper(in_r * (r - box.r.lo)), *upper(moves)]) + 1e-12
+        return np.asarray(upper(np.where(keep, value, -np.inf))), pull
+
+    def tilt(self, multipliers: Multipliers, r: Array) -> Tilt:
+        """The slopes that multipliers stand for, with r at its largest."""
+        mu, sigma = self.wrap(multipliers.mu), self.wrap(multipliers.sigma)
+        return Tilt(mu, mu * (1 - 2 * sigma), -2 * mu * sigma, mu * self.a * sigma**2 * self.wrap(r) ** 2)
+
+    def at_corner(self, box: Box, gamma: Any, tilt: Tilt) -> Any:
+        """The logarithm of a term, each of its parts at its worst corner; ``gamma`` is the largest ``Gamma``."""
+        a, h, lp, lq = self.a, box.h, box.lp, box.lq
+        logit = a * np.maximum(tilt.along * h.lo**2, tilt.along * h.hi**2)
+        logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
+        return (
+            np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
+            + np.log1p(self.t(h.lo))
+            + tilt.mu * np.log1p(-np.minimum(box.p.lo, 1 - 1e-16))
+            + np.maximum(tilt.lean * lp.lo, tilt.lean * lp.hi)
+            + logit
+            + tilt.tail
+        )
+
+    def term(self, at: Box, gamma: Any, tilt: Tilt) -> Any:
+        """The logarithm of a term at points, ``log w + mu [log(1-p) - log p + (1 - 2 sigma) l_ij] + mu a sigma^2 r^2``."""
+        h, p = at.h.lo, at.p.lo
+        start = np.log(self.row_weight(p, np.maximum(gamma, 0.0))) + np.log1p(self.t(h))
+        start = start + tilt.mu * np.log1p(-np.minimum(p, 1 - 1e-16))
+        return start + tilt.lean * at.lp.lo + tilt.along * (self.a * h**2 - at.lq.lo) + tilt.tail
+
+    def term_slopes(self, box: Box, tilt: Tilt) -> Slopes:
+        """Slopes of the logarithm of a term without the row weight c."""
+        h, p = box.h, box.p
+        split = Range(self._t_slope(h.lo) / (1 + self.t(h.hi)), self._t_slope(h.hi) / (1 + self.t(h.lo)))
+        log_light = [tilt.lean - tilt.mu * x / np.maximum(1 - x, 1e-300) for x in (p.hi, p.lo)]
+        return Slopes(split + 2 * tilt.along * self.a * h, Range(*log_light), Range.of(-tilt.along))
+
+    def weight_slopes(self, p: Range, gamma: Range) -> tuple[Range, Range]:
+        """Slopes of ``log c`` in Gamma and in ``log p``."""
+        tau, g = self.wrap(self.tau), Range(np.maximum(gamma.lo, 0.0), gamma.hi + self.grain)
+        up, one = 1 + 1 / tau, 1 + tau
+        single = Range(one * p.lo + up * (1 - p.hi) * g.lo, one * p.hi + up * (1 - p.lo) * g.hi)
+        whole = Range(p.lo * (1 + g.lo), p.hi * (1 + g.hi))
+        # share of the first of the two terms of 1 / c
+        share = Range(1 / (1 + self.eta * whole.hi / single.lo), 1 / (1 + self.eta * whole.lo / single.hi))
+        rest = Range(1 - share.hi, 1 - share.lo)
+        to_gamma = Range(
+            share.lo / (1 + g.hi) + rest.lo * up * (1 - p.hi) / single.hi,
+            share.hi / (1 + g.lo) + rest.hi * up * (1 - p.lo) / single.lo,
+        )
+        bend = Range(p.lo / single.hi, p.hi / single.lo) * Range(one - up * g.hi, one - up * g.lo)
+        return to_gamma, share + rest * bend
+
+    def by_middle(self, box: Box, at: Box, tilt: Tilt, value: Any, span: Range, slopes: Slopes) -> tuple[Any, Any]:
+        """The term at the middle plus what it can rise to the sides, and that rise along each axis ``(3, count)``.
+
+        ``value`` bounds ``Gamma`` at the middle, ``span`` holds that bound on the box, ``slopes`` its derivatives.
+        """
+        to_gamma, to_log_p = self.weight_slopes(box.p, span)
+        bent = span.lo < 0  # Gamma is zero there: its slope may vanish
+        moves = []
+        for axis, slope, own in zip(("h", "lp", "lq"), slopes, self.term_slopes(box, tilt), strict=True):
+            x = slope * to_gamma
+            x = Range(np.where(bent, np.minimum(x.lo, 0), x.lo), np.where(bent, np.maximum(x.hi, 0), x.hi)) + own
+            x = x + to_log_p if axis == "lp" else x
+            side, middle = getattr(box, axis), getattr(at, axis).lo
+            moves.append(x.size() * np.maximum(side.hi - middle, middle - side.lo))
+        total = np.stack(moves)
+        return self.term(at, value, tilt) + total.sum(axis=0), total
+
+    def own(self, r: tuple[Array, Array], q: tuple[Array, Array]) -> Array:
+        """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) (b lambda_j)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""
+        a, n = self.a, self.n
+        (r0, r1), (q0, q1) = ((self.wrap(x[0]), self.wrap(x[1])) for x in (r, q))
+        slack = self.slack
+        peak = np.clip(0.5, r0, r1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            odds = np.log((1 - q1) / q1), np.log((1 - q0) / q0)
+            keep = (odds[0] <= math.log(n - 1) + a * (peak - peak**2) + slack) & (
+                odds[1] >= math.log(n - 1) - a * (r1 + r1**2) - slack
+            )
+            middle = self.wrap(np.minimum(0.5 * (q[0] + q[1]), 1 - 1e-12))
+            slope = -1 / middle + np.log((n - 1) * middle / (1 - middle))
+            e = -np.log(middle) + xlogy(middle, middle) + xlogy(1 - middle, (1 - middle) / (n - 1))
+            E = a * r0**2 + e + np.minimum(slope * (q0 - middle), slope * (q1 - middle))
+            mean = np.where(self.loss < E, np.minimum(np.maximum(E - self.loss, 0.0), a * r1) / (a * r1), 0.0)
+        keep = keep & (a * r1 + slack >= E)
+        spread = 1 - q0 * (1 - self.square(r1)) - mean**2
+        spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)
+        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread, q1)
+        return np.asarray(upper(np.where(keep, value + (1 + 1 / self.t(r1)) * (self.b * spread) ** 2, 0.0)))
+
+    def own_table(self, cells: int) -> Array:
+        """The largest :meth:`own` on each of ``cells`` equal cells of r."""
+        least = math.exp(self.log_least_q)
+        q = np.union1d(np.geomspace(least, 1.0, 256), np.linspace(0.02, 1.0, 256))
+        q[-1] = 1.0
+        r = np.linspace(0.0, 1.0, cells + 1)
+        return np.asarray(self.own((r[:-1, None], r[1:, None]), (q[:-1], q[1:])).max(axis=1))
+
+    def start(self, edges: Array) -> tuple[Array, Array]:
+        """Boxes that cover all rows, with the given edges of r."""
+        return boxes(
+            edges,
+            np.linspace(0.0, 1.0, 9),
+            np.linspace(self.log_least_p, 0.0, 13),
+            np.linspace(self.log_least_q, 0.0, 9),
+        )
+
+
+class OwnTerm:
+    """Largest :meth:`Columns.own` on ranges of r, from its table."""
+
+    def __init__(self, columns: Columns) -> None:
+        # one more entry, so that every range has an end
+        self.table = np.append(columns.own_table(OWN_CELLS), 0.0)
+
+    def __call__(self, r0: Array, r1: Array) -> Array:
+        """Upper bound on ``[r0, r1]``."""
+        first = np.clip(np.floor(r0 * OWN_CELLS).astype(int), 0, OWN_CELLS - 1)
+        last = np.clip(np.ceil(r1 * OWN_CELLS).astype(int) - 1, first, OWN_CELLS - 1)
+        ends = np.stack([first.ravel(), last.ravel() + 1], axis=1).ravel()
+        return np.asarray(np.maximum.reduceat(self.table, ends)[::2].reshape(first.shape))

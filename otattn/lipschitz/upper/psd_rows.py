@@ -1,0 +1,263 @@
+"""What a row of attention can be, on boxes of ``(r, h, log p, log q)``: N3 of :mod:`otattn.lipschitz.upper.psd`.
+
+The entropies enter through tangent planes, which lie below them everywhere. With intervals for the numbers of the head
+every range is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
+from otattn.lipschitz.arithmetic.rounding import top
+
+__all__ = ["Box", "Plane", "Range", "Rows", "Slopes"]
+
+Array = NDArray[np.float64]
+
+SLACK = 1e-10
+"""Relative slack of the conditions under which a box is called empty."""
+
+
+@dataclass(frozen=True, eq=False)
+class Range:
+    """Numbers from ``lo`` to ``hi``, one range a box; sums and products of them hold all sums and products."""
+
+    lo: Any
+    hi: Any
+    # numpy leaves an operation with a range to the range
+    __array_ufunc__ = None
+
+    @staticmethod
+    def of(x: Any) -> Range:
+        """A number as a range of length 0."""
+        return x if isinstance(x, Range) else Range(x, x)
+
+    def __add__(self, other: Any) -> Range:
+        y = Range.of(other)
+        return Range(self.lo + y.lo, self.hi + y.hi)
+
+    def __neg__(self) -> Range:
+        return Range(-self.hi, -self.lo)
+
+    def __sub__(self, other: Any) -> Range:
+        y = Range.of(other)
+        return Range(self.lo - y.hi, self.hi - y.lo)
+
+    def __mul__(self, other: Any) -> Range:
+        if not isinstance(other, Range):
+            x, y = self.lo * other, self.hi * other
+            return Range(np.minimum(x, y), np.maximum(x, y))
+        corners = np.stack([x * y for x in (self.lo, self.hi) for y in (other.lo, other.hi)])
+        return Range(corners.min(axis=0), corners.max(axis=0))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __pow__(self, k: float) -> Range:
+        """A power of a range that is not negative."""
+        return Range(self.lo**k, self.hi**k)
+
+    def exp(self) -> Range:
+        """The range of the exponential."""
+        low = np.exp(self.lo)
+        return Range(low, low if self.hi is self.lo else np.exp(self.hi))
+
+    def size(self) -> Any:
+        """The largest size of a number of the range."""
+        return np.maximum(np.abs(self.lo), np.abs(self.hi))
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """Boxes of rows: the ranges of r, h, log p, log q, with those of p and q. A point is a box of width 0."""
+
+    r: Range
+    h: Range
+    lp: Range
+    lq: Range
+    p: Range = field(init=False)
+    q: Range = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", self.lp.exp())
+        object.__setattr__(self, "q", self.lq.exp())
+
+
+class Plane(NamedTuple):
+    """The tangent plane ``e0 + ep (p - pt) + eq (q - qt)`` of the convex ``-log q - H(P_i)``."""
+
+    e0: Any
+    ep: Any
+    eq: Any
+    pt: Any
+    qt: Any
+
+
+class Slopes(NamedTuple):
+    """Ranges of the derivatives in h, log p and log q."""
+
+    h: Range
+    lp: Range
+    lq: Range
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The numbers of a head, and what they allow a row to be.
+
+    Attributes
+    ----------
+    a, b, stretch : float
+        ``||A|| R^2``; ``sup ||V C A|| / (||V|| tr C)``; ``a`` over the least eigenvalue (inf when it is zero).
+    n : int
+        Number of tokens, at least 2.
+    """
+
+    a: Any
+    b: Any
+    stretch: Any
+    n: int
+
+    @property
+    def exact(self) -> bool:
+        """True in interval arithmetic."""
+        return is_interval(self.a)
+
+    def wrap(self, x: Any) -> Any:
+        """Floats as the kind of number that the head has."""
+        return lift(x) if self.exact else x
+
+    @property
+    def slack(self) -> float:
+        """By how much a row may break a condition before its box is called empty."""
+        return SLACK * (1 + top(self.a))
+
+    @property
+    def log_least_q(self) -> float:
+        """No token gives itself less: ``<g_i, x_k - x_i> <= a (h - h^2) <= a/4``."""
+        return -float(np.logaddexp(0.0, math.log(max(1, self.n - 1)) + top(self.a) / 4)) - 1e-9
+
+    @property
+    def loss(self) -> float:
+        """Above what rounding can add to ``E``, a sum of terms of at most ``a`` and ``-log q``."""
+        return 0.0 if self.exact else 1e-13 * (1 + self.a - self.log_least_q)
+
+    @property
+    def grain(self) -> float:
+        """Above what rounding can take from ``Gamma``, a difference of terms of at most ``a^2``."""
+        return 0.0 if self.exact else 1e-14 * self.a**2
+
+    def square(self, r: Any) -> Any:
+        """``z(r)``, the largest ``|x|^2`` when ``|A^{1/2} x| = sqrt(a) r``."""
+        return np.minimum(1.0, self.stretch * r**2) if math.isfinite(top(self.stretch)) else np.ones_like(r)
+
+    def square_slope(self, r: Range) -> Range:
+        """``z'`` on ranges."""
+        if not math.isfinite(top(self.stretch)):
+            return Range(np.zeros_like(r.lo), np.zeros_like(r.lo))
+        low = np.where(self.stretch * r.hi**2 < 1, 2 * self.stretch * r.lo, 0.0)
+        return Range(low, np.where(self.stretch * r.lo**2 < 1, 2 * self.stretch * r.hi, 0.0))
+
+    def box(self, lo: Array, hi: Array) -> Box:
+        """The boxes with the corners ``lo, hi (4, count)``."""
+        return Box(*(Range(x, y) for x, y in zip(self.wrap(lo), self.wrap(hi), strict=True)))
+
+    def middle(self, lo: Array, hi: Array) -> Box:
+        """Their middles in h, log p and log q, with the largest r."""
+        return Box(*(Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])]))))
+
+    def possible(self, box: Box) -> Any:
+        """Boxes that may meet ``p + q <= 1``, ``|l_ij| <= a r h`` and ``|l_ik| <= a h`` for the other tokens k."""
+        a, n, slack = self.a, self.n, self.slack
+        r, h, lp, lq = box.r.hi, box.h, box.lp, box.lq
+        logit = a * h**2 - lq + lp
+        keep = (logit.lo <= a * r * h.hi + slack) & (logit.hi >= -a * r * h.hi - slack)
+        keep = keep & (box.p.lo + box.q.lo <= 1 + slack)
+        # the share of the other tokens
+        rho = Range(*(np.clip(1 - x - y, 0.0, 1.0) for x, y in ((box.p.hi, box.q.hi), (box.p.lo, box.q.lo))))
+        if n == 2:
+            return keep & (rho.lo <= slack)
+        peak = np.clip(0.5, h.lo, h.hi)
+        # the slack is far above the rounding of the logarithm of n - 2
+        with np.errstate(divide="ignore"):
+            keep = keep & (np.log(rho.hi + slack) >= math.log(n - 2) + lq.lo - a * (h.hi + h.hi**2) - slack)
+            most = math.log(n - 2) + lq.hi + a * (peak - peak**2) + slack
+            return keep & (np.log(np.maximum(rho.lo - slack, 0.0)) <= most)
+
+    def plane(self, box: Box) -> Plane:
+        """The tangent plane at a point near the middle of each box, where the other tokens have a share left."""
+        p0, p1, q0, q1 = (np.asarray(upper(x)) for x in (box.p.lo, box.p.hi, box.q.lo, box.q.hi))
+        inward = np.minimum(0.5, 0.5 * np.clip(1 - p0 - q0, 0.0, 1.0) / np.maximum(p1 - p0 + q1 - q0, 1e-300))
+        p, q = p0 + inward * (p1 - p0), q0 + inward * (q1 - q0)
+        shrink = np.where(1 - p - q < 1e-14, (1 - 2e-14) / np.maximum(p + q, 0.5), 1.0)
+        p, q = self.wrap(p * shrink), self.wrap(q * shrink)
+        value = -np.log(q) + xlogy(p, p) + xlogy(q, q)
+        if self.n == 2:
+            return Plane(value, np.log(p) + 1, -1 / q + np.log(q) + 1, p, q)
+        rho, others = np.maximum(1 - p - q, 1e-300), self.n - 2
+        slopes = np.log(others * p / rho), -1 / q + np.log(others * q / rho)
+        return Plane(value + xlogy(rho, rho / others), *slopes, p, q)
+
+    def mean(self, plane: Plane, h: Any, p: Any, q: Any) -> Any:
+        """``E`` with the plane in place of the entropies: at most ``<g_i, m_i>``. Numbers or ranges."""
+        return self.a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
+
+    def mean_range(self, plane: Plane, box: Box) -> tuple[Range, Any]:
+        """``E_+`` on the boxes, and where ``a h >= E`` can hold."""
+        E = self.mean(plane, box.h, box.p, box.q)
+        return Range(np.maximum(E.lo - self.loss, 0.0), np.maximum(E.hi, 0.0)), self.a * box.h.hi + self.slack >= E.lo
+
+    def shortfalls(self, box: Box) -> tuple[Any, Range]:
+        """``1 - z(r)`` at the largest r, ``1 - z(h)``: what the norms of the two tokens fall short of one."""
+        return 1 - self.square(box.r.hi), Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo))
+
+    def second_moment(self, box: Box) -> Range:
+        """``B = 1 - p (1 - z(r)) - q (1 - z(h))``, which bounds ``E_{P_i} |x|^2``."""
+        of_j, of_i = self.shortfalls(box)
+        return Range(1 - box.p.hi * of_j - box.q.hi * of_i.hi, 1 - box.p.lo * of_j - box.q.lo * of_i.lo)
+
+    def gamma_at(self, plane: Plane, at: Box) -> Any:
+        """``a^2 h^2 B - E_+^2`` at points."""
+        E = np.maximum(self.mean(plane, at.h.lo, at.p.lo, at.q.lo) - self.loss, 0.0)
+        return (self.a * at.h.lo) ** 2 * self.second_moment(at).lo - E**2
+
+    def gamma(self, box: Box, E: Range, B: Range) -> Range:
+        """``a^2 h^2 B - E_+^2``, which bounds ``Gamma``. A negative lower end says only that 0 is met."""
+        a, h = self.a, box.h
+        return Range((a * h.lo) ** 2 * B.lo - E.hi**2, np.maximum((a * h.hi) ** 2 * B.hi - E.lo**2, 0.0))
+
+    def gamma_slopes(self, box: Box, E: Range, B: Range, plane: Plane) -> Slopes:
+        """Slopes of ``a^2 h^2 B - E_+^2``: ``a h (2 a B + a h q z'(h) - 4 E)`` in h, and so on."""
+        a, h, p, q = self.a, box.h, box.p, box.q
+        z = self.square_slope(h)
+        in_h = Range(
+            2 * a * B.lo + a * h.lo * q.lo * z.lo - 4 * E.hi,
+            2 * a * B.hi + a * h.hi * q.hi * z.hi - 4 * E.lo,
+        )
+        to_p, to_q = E * (p * plane.ep), E * (q * plane.eq)
+        of_j, of_i = self.shortfalls(box)
+        low, high = (a * h.lo) ** 2, (a * h.hi) ** 2
+        return Slopes(
+            Range(a * h.lo, a * h.hi) * in_h,
+            Range(-high * of_j * p.hi - 2 * to_p.hi, -low * of_j * p.lo - 2 * to_p.lo),
+            Range(-high * of_i.hi * q.hi - 2 * to_q.hi, -low * of_i.lo * q.lo - 2 * to_q.lo),
+        )
+
+    def cap(self, box: Box) -> Any:
+        """``lam <= 4 x (1 - x)`` where a token's share x exceeds one half, for x = p and x = q; 1 elsewhere."""
+        caps = (np.where(x > 0.5, 4 * x * (1 - x), 1.0) for x in (box.p.lo, box.q.lo))
+        return np.minimum(*caps)
+
+    def capped(self, box: Box, at: Box, *, own: bool) -> tuple[Any, Range, Slopes]:
+        """``4 a^2 h^2 x (1 - x)`` for a share x above one half, q if ``own`` and p else: at points, on boxes, its slopes."""
+        a, h, x, y = self.a, box.h, box.q if own else box.p, at.q.lo if own else at.p.lo
+        span = Range(4 * (a * h.lo) ** 2 * x.hi * (1 - x.hi), 4 * (a * h.hi) ** 2 * x.lo * (1 - x.lo))
+        in_h = Range(8 * a**2 * h.lo * x.hi * (1 - x.hi), 8 * a**2 * h.hi * x.lo * (1 - x.lo))
+        in_x = Range(4 * (a * h.hi) ** 2 * x.hi * (1 - 2 * x.hi), 4 * (a * h.lo) ** 2 * x.lo * (1 - 2 * x.lo))
+        zero = Range.of(np.zeros_like(y))
+        return 4 * (a * at.h.lo) ** 2 * y * (1 - y), span, Slopes(in_h, *((zero, in_x) if own else (in_x, zero)))

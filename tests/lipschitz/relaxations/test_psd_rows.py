@@ -1,0 +1,264 @@
+"""The steps of the psd bound, one test each: ranges on boxes against the definitions at points of them, in many digits."""
+
+import mpmath as mp
+import numpy as np
+import pytest
+from scipy.special import xlogy
+
+from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
+from otattn.lipschitz.upper.psd_rows import Range
+
+SETTINGS = [(2, 3.0, 1.0), (3, 9.0, 2.0), (8, 0.5, 30.0), (64, 25.0, np.inf)]
+each_setting = pytest.mark.parametrize(("n", "a", "stretch"), SETTINGS)
+POINTS = 12
+
+
+def columns(n, a, stretch):
+    return Columns(a, a, stretch, n, (1.3, 2.5, 0.4), 0.7, 1.9)
+
+
+def boxes(c, rng, count=25):
+    """Boxes ``lo, hi (4, count)`` about possible rows, and points of them ``(4, POINTS, count)``."""
+    found = []
+    while len(found) < count:
+        r, h = rng.random(2)
+        odds = c.a * (r * h * rng.uniform(-1, 1) - h * h)  # log(p / q)
+        low, high = np.log(max(c.n - 2, 1)) - c.a * (h + h * h), np.log(max(c.n - 2, 1)) + c.a * (h - h * h)
+        others = rng.uniform(low, high) if c.n > 2 else -np.inf  # log(rho / q)
+        lq = -np.logaddexp(np.logaddexp(0.0, odds), others)
+        found.append((r, h, odds + lq, lq))
+    z = np.array(found).T
+    side = np.array([[0.2], [0.2], [0.5], [0.5]]) * 10 ** (-3 * rng.random(count)) * rng.random(z.shape)
+    at = rng.random(z.shape)
+    lo = np.maximum(z - at * side, [[0.0], [1e-3], [-60.0], [-60.0]])
+    hi = np.maximum(np.minimum(z + (1 - at) * side, [[1.0], [0.999], [-1e-9], [-1e-9]]), lo)
+    share = rng.random((4, POINTS, count))
+    share[:, 0], share[:, 1] = 0.0, 1.0
+    return lo, hi, lo[:, None] + share * (hi - lo)[:, None]
+
+
+def inside(values, bounds, scale=1.0):
+    """Whether ``(POINTS, count)`` numbers lie in the ranges, up to the rounding of numbers of this scale."""
+    slack = 1e-12 * scale * (1 + np.abs(values))
+    return (values >= bounds.lo - slack).all() and (values <= bounds.hi + slack).all()
+
+
+def square(c, h):
+    return np.minimum(1.0, c.stretch * h * h) if np.isfinite(c.stretch) else np.ones_like(h)
+
+
+def derivative(f, point, axis):
+    """In 40 digits; ``point`` is a list of floats."""
+    with mp.workdps(40):
+        return float(
+            mp.diff(lambda x: f(*[mp.mpf(x) if k == axis else mp.mpf(v) for k, v in enumerate(point)]), point[axis])
+        )
+
+
+def test_ranges_hold_sums_and_products() -> None:
+    rng = np.random.default_rng(0)
+    x0, x1 = np.sort(rng.normal(size=(2, 500)), axis=0)
+    y0, y1 = np.sort(rng.normal(size=(2, 500)), axis=0)
+    X, Y = Range(x0, x1), Range(y0, y1)
+    x, y = x0 + rng.random((20, 500)) * (x1 - x0), y0 + rng.random((20, 500)) * (y1 - y0)
+    for values, bounds in ((x + y, X + Y), (x - y, X - Y), (x * y, X * Y), (-2.0 * x, -2.0 * X), (np.exp(x), X.exp())):
+        assert inside(values, bounds)
+    # and no more than that: both ends are met
+    corners = np.stack([x0 * y0, x0 * y1, x1 * y0, x1 * y1])
+    assert np.array_equal((X * Y).lo, corners.min(axis=0))
+    assert np.array_equal((X * Y).hi, corners.max(axis=0))
+    assert np.array_equal(X.size(), np.maximum(np.abs(x0), np.abs(x1)))
+
+
+@each_setting
+def test_possible_rows_are_kept_and_impossible_ones_are_not(n, a, stretch) -> None:
+    rng = np.random.default_rng(1)
+    c = columns(n, a, stretch)
+    lo, hi, _ = boxes(c, rng, 200)
+    assert c.possible(c.box(lo, hi)).all()
+    r, h = rng.random((2, 200))
+    lq = np.log(rng.uniform(0.01, 0.4, 200))
+    for z in (
+        # |l_ij| = |a h^2 + log(p / q)| above a r h
+        np.array([r, h, np.full(200, -1e-3) + lq + a * (r * h - h * h) + 0.01, lq]),
+        np.array([r, h, lq - a * (r * h + h * h) - 0.01, lq]),
+        # p + q above one
+        np.array([r, h, np.log1p(-np.exp(lq)) + 1e-3, lq]),
+    ):
+        assert not c.possible(c.box(z, z)).any()
+    if n > 2:
+        # no smaller rho than 1e-6, so that the slack of 1e-10 does not count
+        h = h * min(1.0, 5.0 / a)
+        # rho below (n - 2) q e^{-a (h + h^2)} or above (n - 2) q e^{a (h - h^2)}, with p = q e^{-a h^2}: l_ij = 0
+        for others in (-a * (h + h * h) - 0.01, a * (h - h * h) + 0.01):
+            lq = -np.log1p(np.exp(-a * h * h) + (n - 2) * np.exp(others))
+            z = np.array([r, h, lq - a * h * h, lq])
+            assert not c.possible(c.box(z, z)).any()
+
+
+@each_setting
+def test_the_plane_touches_the_entropies_and_lies_below_them(n, a, stretch) -> None:
+    c = columns(n, a, stretch)
+    lo, hi, _ = boxes(c, np.random.default_rng(2))
+    plane = c.plane(c.box(lo, hi))
+
+    def entropies(p, q):
+        rho = np.maximum(1 - p - q, 0.0)
+        return -np.log(q) + xlogy(p, p) + xlogy(q, q) + (xlogy(rho, rho / (n - 2)) if n > 2 else 0.0)
+
+    grid = np.linspace(1e-6, 1.0, 150)
+    p, q = (x.ravel()[:, None] for x in np.meshgrid(grid, grid))
+    # two tokens leave nothing to others: p and q are free of each other in the formula
+    keep = (p + q <= 1.0)[:, 0] if n > 2 else slice(None)
+    p, q = p[keep], q[keep]
+    low = plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
+    scale = 1 + np.abs(plane.e0) + np.abs(plane.ep) + np.abs(plane.eq)
+    assert (low <= entropies(p, q) + 1e-12 * scale).all()
+    assert np.abs(plane.e0 - entropies(plane.pt, plane.qt)).max() <= 1e-11
+
+
+@each_setting
+def test_the_mean_and_gamma_hold_their_values_at_points(n, a, stretch) -> None:
+    c = columns(n, a, stretch)
+    lo, hi, z = boxes(c, np.random.default_rng(3))
+    box, (_, h, lp, lq) = c.box(lo, hi), z
+    plane, B, (E, reached) = c.plane(box), c.second_moment(box), c.mean_range(c.plane(box), box)
+    p, q = np.exp(lp), np.exp(lq)
+    flat = a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
+    scale = 1 + np.abs(plane.e0) + np.abs(plane.ep) + np.abs(plane.eq)
+    assert inside(np.maximum(flat, 0.0), E, 1e3 * scale)
+    assert reached[(flat <= a * h).any(axis=0)].all()
+    assert inside(1 - p * (1 - square(c, hi[0])) - q * (1 - square(c, h)), B)
+    gamma = c.gamma(box, E, B)
+    at = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0])) - q * (1 - square(c, h))) - np.maximum(flat, 0.0) ** 2
+    assert inside(at, Range(np.where(gamma.lo < 0, -np.inf, gamma.lo), gamma.hi), 1e3 * scale * (1 + a) ** 2)
+    middle = c.middle(lo, hi)
+    m = [x.lo for x in (middle.h, middle.p, middle.q)]
+    Em = np.maximum(a * m[0] ** 2 + plane.e0 + plane.ep * (m[1] - plane.pt) + plane.eq * (m[2] - plane.qt), 0.0)
+    centre = (a * m[0]) ** 2 * (1 - m[1] * (1 - square(c, hi[0])) - m[2] * (1 - square(c, m[0]))) - Em**2
+    assert c.gamma_at(plane, middle) == pytest.approx(centre, rel=1e-9, abs=1e-9 * (1 + a) ** 2)
+    assert np.array_equal(c.cap(box), [min(4 * x * (1 - x) if x > 0.5 else 1.0 for x in y) for y in np.exp(lo[2:].T)])
+
+
+@each_setting
+def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
+    rng = np.random.default_rng(4)
+    c = columns(n, a, stretch)
+    lo, hi, z = boxes(c, rng, 6)
+    box, middle, plane = c.box(lo, hi), c.middle(lo, hi), c.plane(c.box(lo, hi))
+    B, (E, _) = c.second_moment(box), c.mean_range(plane, box)
+    many = Multipliers(rng.random(6), rng.normal(size=6), np.full(6, 0.1))
+    tilt = c.tilt(many, hi[0])
+    t0, g, t1 = c.split
+    in_gamma, in_term = c.gamma_slopes(box, E, B, plane), c.term_slopes(box, tilt)
+    capped = [c.capped(box, middle, own=own) for own in (False, True)]
+    for k in range(6):
+        mu, sigma, e = many.mu[k], many.sigma[k], [mp.mpf(x[k]) for x in plane]
+        missing = 1 - float(square(c, hi[0, k]))
+
+        def gamma(h, lp, lq, e=e, missing=missing):
+            p, q = mp.exp(lp), mp.exp(lq)
+            flat = a * h**2 + e[0] + e[1] * (p - e[3]) + e[2] * (q - e[4])
+            z = min(1, c.stretch * h**2) if np.isfinite(stretch) else 1
+            return (a * h) ** 2 * (1 - p * missing - q * (1 - z)) - max(flat, 0) ** 2
+
+        def term(h, lp, lq, mu=mu, sigma=sigma):
+            bend = mu * (mp.log(1 - mp.exp(lp)) - lp + (1 - 2 * sigma) * (a * h**2 + lp - lq))
+            return mp.log(1 + t0 * (1 - h) ** g + t1) + bend
+
+        for point in z[1:, :, k].T[:5]:
+            point = point.tolist()
+            for axis, name in enumerate(("h", "lp", "lq")):
+                for f, slopes in (
+                    (gamma, in_gamma),
+                    (term, in_term),
+                    (lambda h, lp, _: 4 * (a * h) ** 2 * mp.exp(lp) * (1 - mp.exp(lp)), capped[0][2]),
+                    (lambda h, _, lq: 4 * (a * h) ** 2 * mp.exp(lq) * (1 - mp.exp(lq)), capped[1][2]),
+                ):
+                    if f is not gamma and f is not term and np.exp(lo[2 if slopes is capped[0][2] else 3, k]) <= 0.5:
+                        continue
+                    side, value = getattr(slopes, name), derivative(f, point, axis)
+                    slack = 1e-9 * (1 + abs(value) + a * a)
+                    assert side.lo[k] - slack <= value <= side.hi[k] + slack, (name, k)
+    for (value, span, _), lx, at in zip(capped, (z[2], z[3]), (middle.p.lo, middle.q.lo), strict=True):
+        one = np.exp(lx).min(axis=0) > 0.5
+        inner = 4 * (a * z[1]) ** 2 * np.exp(lx) * (1 - np.exp(lx))
+        assert inside(inner[:, one], Range(span.lo[one], span.hi[one]))
+        assert value == pytest.approx(4 * (a * middle.h.lo) ** 2 * at * (1 - at), rel=1e-12)
+
+
+def test_capped_gamma_is_tested_on_large_shares() -> None:
+    rng = np.random.default_rng(5)
+    c, count = columns(4, 4.0, 2.0), 200
+    lo = np.stack([rng.random(count), rng.random(count), np.log(rng.uniform(0.5, 0.9, count)), np.full(count, -3.0)])
+    hi = np.minimum(lo + 0.1 * rng.random((4, count)), -1e-9 * np.array([[-1e9], [-1e9], [1], [1]]))
+    for own in (False, True):
+        if own:
+            lo, hi = lo[[0, 1, 3, 2]], hi[[0, 1, 3, 2]]
+        box, middle = c.box(lo, hi), c.middle(lo, hi)
+        value, span, slopes = c.capped(box, middle, own=own)
+        h = lo[1] + rng.random((20, count)) * (hi - lo)[1]
+        lx = (lo + rng.random((20, 1, count)) * (hi - lo))[:, 3 if own else 2]
+        x = np.exp(lx)
+        assert inside(4 * 16.0 * h**2 * x * (1 - x), span)
+        assert inside(8 * 16.0 * h * x * (1 - x), slopes.h)
+        assert inside(4 * 16.0 * h**2 * x * (1 - 2 * x), slopes.lq if own else slopes.lp)
+        assert not (slopes.lp if own else slopes.lq).size().any()
+        assert (value <= span.hi).all()
+
+
+@each_setting
+def test_slopes_of_the_row_weight(n, a, stretch) -> None:
+    rng = np.random.default_rng(6)
+    c = columns(n, a, stretch)
+    # small and large Gamma, a point of it or an interval
+    p0, g0 = 0.98 * rng.random(30), 10 ** rng.uniform(-3, np.log10(1 + a * a), 30)
+    p = Range(p0, p0 + (0.999 - p0) * rng.random(30))
+    gamma = Range(g0, g0 * (1 + 0.3 * rng.random(30) * (np.arange(30) % 2)))
+    to_gamma, to_log_p = c.weight_slopes(p, gamma)
+
+    def log_c(lp, g):
+        x = mp.exp(lp)
+        D = (1 + c.tau) * x + (1 + 1 / mp.mpf(c.tau)) * (1 - x) * g
+        return mp.log((1 + c.eta) / (1 / (x * (1 + g)) + c.eta / D))
+
+    for k in range(30):
+        for s, t in ((0, 0), (0, 1), (1, 0), (1, 1), (0.5, 0.5)):
+            x, g = p.lo[k] + s * (p.hi[k] - p.lo[k]), gamma.lo[k] + t * (gamma.hi[k] - gamma.lo[k])
+            for axis, side in ((0, to_log_p), (1, to_gamma)):
+                value = derivative(log_c, [float(np.log(x)), float(g)], axis)
+                assert side.lo[k] - 1e-10 <= value <= side.hi[k] + 1e-10
+            assert float(np.log(c.row_weight(x, g))) == pytest.approx(float(log_c(mp.log(x), mp.mpf(g))), abs=1e-10)
+
+
+@each_setting
+def test_corner_and_middle_bound_the_term_at_every_point(n, a, stretch) -> None:
+    rng = np.random.default_rng(7)
+    c = columns(n, a, stretch)
+    lo, hi, z = boxes(c, rng, 60)
+    box, middle, plane = c.box(lo, hi), c.middle(lo, hi), c.plane(c.box(lo, hi))
+    B, (E, _) = c.second_moment(box), c.mean_range(plane, box)
+    gamma = c.gamma(box, E, B)
+    many = Multipliers(rng.random(60), rng.normal(size=60), np.full(60, 0.1))
+    tilt = c.tilt(many, hi[0])
+    _, h, lp, lq = z
+    p, q = np.exp(lp), np.exp(lq)
+    flat = np.maximum(a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt), 0.0)
+    at = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0])) - q * (1 - square(c, h))) - flat**2
+    # the term as the proof writes it, with the largest r of the box
+    logit = a * h**2 + lp - lq
+    term = np.log(c.row_weight(p, np.maximum(at, 0.0))) + np.log1p(c.t(h))
+    term += many.mu * (np.log1p(-p) - lp + (1 - 2 * many.sigma) * logit + a * many.sigma**2 * hi[0] ** 2)
+    bound, moves = c.by_middle(box, middle, tilt, c.gamma_at(plane, middle), gamma, c.gamma_slopes(box, E, B, plane))
+    corner = c.at_corner(box, gamma.hi, tilt)
+    slack = 1e-9 * (1 + np.abs(term).max(axis=0))
+    assert (term <= bound + slack).all()
+    assert (term <= corner + slack).all()
+    assert bound == pytest.approx(c.term(middle, c.gamma_at(plane, middle), tilt) + moves.sum(axis=0), rel=1e-12)
+    # at a point both say the same, and what the definitions say
+    one = c.box(z[:, 2], z[:, 2])
+    there = np.log(c.row_weight(p[2], np.maximum(at[2], 0.0))) + np.log1p(c.t(h[2]))
+    there += many.mu * (np.log1p(-p[2]) - lp[2] + (1 - 2 * many.sigma) * logit[2] + a * many.sigma**2 * z[0, 2] ** 2)
+    point_tilt = c.tilt(many, z[0, 2])
+    for value in (c.term(one, at[2], point_tilt), c.at_corner(one, np.maximum(at[2], 0.0), point_tilt)):
+        assert value == pytest.approx(there, rel=1e-9, abs=1e-9)
