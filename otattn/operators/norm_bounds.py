@@ -7,13 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import eigh_tridiagonal, solveh_banded
+from scipy.linalg import solveh_banded
 from scipy.sparse.linalg import LinearOperator
 
 from otattn import _validate as check
 from otattn.attention import base as attention_base
-from otattn.operators.lanczos import _Operator, top_singular
+from otattn.operators.krylov import Lanczos
+from otattn.operators.lanczos import top_singular
 from otattn.operators.proved_norm import proved_norm
+from otattn.operators.scaled import ScaledOperator
 
 __all__ = ["NormBounds", "spectral_norm_bounds"]
 
@@ -129,19 +131,19 @@ def spectral_norm_bounds(
         raise ValueError(f"failure must lie in (0, 1), received {failure:g}; it is a probability.")
     budget = check.count(max_iter, "max_iter")
     generator = check.rng_from(rng)
-    wrapped = _Operator(operator)
+    wrapped = ScaledOperator(operator)
     matrix, how = _written_out(operator, wrapped)
     if matrix is not None:
         return NormBounds(*_of_matrix(matrix, budget, generator), how)
     runs = max(1, math.ceil(math.log(failure) / math.log(FAILURE_OF_A_RUN)))
-    lower = upper = 0.0
+    bounds = NormBounds(0.0, 0.0, "probabilistic")
     for _ in range(runs):
-        low, high = _run(wrapped, failure ** (1.0 / runs), tol, budget, generator, lower, upper)
-        lower, upper = max(lower, low), max(upper, high)
-    return NormBounds(lower, max(lower, upper), "probabilistic")
+        low, high = _run(wrapped, failure ** (1.0 / runs), tol, budget, generator, bounds)
+        bounds = NormBounds(max(low, bounds.lower), max(low, high, bounds.upper), "probabilistic")
+    return bounds
 
 
-def _written_out(operator: Any, wrapped: _Operator) -> tuple[Array | None, How]:
+def _written_out(operator: Any, wrapped: ScaledOperator) -> tuple[Array | None, How]:
     """The matrix, where it is given or costs few products."""
     side, room = min(wrapped.outputs, wrapped.size), attention_base.MEMORY_BUDGET // 8
     if wrapped.outputs * wrapped.size > room:
@@ -178,108 +180,57 @@ def _threshold(failure: float, size: int) -> float:
     return t * (1.0 - (size + 8) * _EPS) - 2.0 * _EPS
 
 
-class _Recurrence:
-    """The numbers of the theorem: ``alpha``, ``beta`` and what is measured of ``|f_j|``, in units of the operator."""
+def _share(lanczos: Lanczos, top: float) -> float:
+    """The theorem's right side for a largest eigenvalue ``top``; inf where T has a larger one."""
+    alpha, beta = np.array(lanczos.alpha), np.array(lanczos.beta)
+    k, size = len(alpha), lanczos.next.size
+    band, e = np.zeros((2, k)), np.zeros(k)
+    band[0], band[1, : k - 1], e[0] = top - alpha, -beta[:-1], 1.0
+    try:
+        g = solveh_banded(band, e, lower=True) if k > 1 else e / band[0] if band[0, 0] > 0.0 else np.full(1, np.inf)
+    except np.linalg.LinAlgError:
+        return math.inf
+    if not (np.isfinite(g).all() and (g >= 0.0).all()):
+        return math.inf
+    # what rounded in measuring f and in solving with T: 16 eps of the row of T
+    rows = alpha + beta
+    rows[1:] += beta[:-1]
+    lost = (1.0 + size * _EPS) * np.array(lanczos.lost) + 16.0 * _EPS * rows + PRODUCT_ROUNDING * top
+    return (float(beta[-1] * g[-1]) + float(g @ lost)) * (1.0 + (size + k + 16) * _EPS)
 
-    def __init__(self, size: int) -> None:
-        self.alpha: list[float] = []
-        self.beta: list[float] = []
-        self.lost: list[float] = []
-        self.size = size
 
-    def append(self, alpha: float, beta: float, lost: float) -> None:
-        # what rounded in measuring f and, later, in solving with T: 16 eps of the row of T
-        row = alpha + beta + (self.beta[-1] if self.beta else 0.0)
-        self.lost.append(lost * (1.0 + self.size * _EPS) + 16.0 * _EPS * row)
-        self.alpha.append(alpha)
-        self.beta.append(beta)
-
-    def ritz(self, count: int | None = None) -> tuple[float, Array]:
-        """The largest eigenvalue of (the first ``count`` rows of) T and its vector."""
-        k = len(self.alpha) if count is None else count
-        values, vectors = eigh_tridiagonal(self.alpha[:k], self.beta[: k - 1], select="i", select_range=(k - 1, k - 1))
-        return max(float(values[0]), 0.0), vectors[:, 0]
-
-    def share(self, top: float) -> float:
-        """The theorem's right side for a largest eigenvalue ``top``; inf where T has a larger one."""
-        k = len(self.alpha)
-        band = np.zeros((2, k))
-        band[0] = top - np.array(self.alpha)
-        band[1, : k - 1] = -np.array(self.beta[:-1])
-        e = np.zeros(k)
-        e[0] = 1.0
-        try:
-            g = solveh_banded(band, e, lower=True) if k > 1 else e / band[0] if band[0, 0] > 0.0 else np.full(1, np.inf)
-        except np.linalg.LinAlgError:
+def _largest(lanczos: Lanczos, least: float, t: float) -> float:
+    """The number at which the right side falls below ``t``, to 1e-3 of its distance from the top Ritz value."""
+    base = lanczos.ritz()[0]
+    if base == lanczos.beta[-1] == max(lanczos.lost) == 0.0:
+        return 0.0 if t > PRODUCT_ROUNDING else math.inf
+    step = max(least - base, 4.0 * _EPS * base, 1e-300)
+    while _share(lanczos, base + step) >= t:
+        step *= 4.0
+        if not math.isfinite(base + step):
             return math.inf
-        if not (np.isfinite(g).all() and (g >= 0.0).all()):
-            return math.inf
-        total = self.beta[-1] * float(g[-1]) + float(g @ self.lost) + PRODUCT_ROUNDING * top * float(g.sum())
-        return total * (1.0 + (self.size + k + 16) * _EPS)
-
-    def largest(self, least: float, t: float) -> float:
-        """The number at which the right side falls below ``t``, to 1e-3 of its distance from the top Ritz value."""
-        base = self.ritz()[0]
-        if base == 0.0 and self.beta[-1] == 0.0 and max(self.lost) == 0.0:
-            return 0.0 if t > PRODUCT_ROUNDING else math.inf
-        step = max(least - base, 4.0 * _EPS * base, 1e-300)
-        while self.share(base + step) >= t:
-            step *= 4.0
-            if not math.isfinite(base + step):
-                return math.inf
-        below = 0.0
-        while step - below > 1e-3 * step and base + step > base:
-            middle = 0.5 * (below + step)
-            below, step = (middle, step) if self.share(base + middle) >= t else (below, middle)
-        return (base + step) * (1.0 + 4.0 * _EPS)
+    below = 0.0
+    while step - below > 1e-3 * step and base + step > base:
+        middle = 0.5 * (below + step)
+        below, step = (middle, step) if _share(lanczos, base + middle) >= t else (below, middle)
+    return (base + step) * (1.0 + 4.0 * _EPS)
 
 
 def _run(
-    operator: _Operator,
-    failure: float,
-    tol: float,
-    budget: int,
-    rng: np.random.Generator,
-    lower: float,
-    upper: float,
+    operator: ScaledOperator, failure: float, tol: float, budget: int, rng: np.random.Generator, before: NormBounds
 ) -> tuple[float, float]:
-    """The bounds of one start, which fails with probability ``failure``; it stops at the ``upper`` of those before."""
-    size, t = operator.size, _threshold(failure, operator.size)
-    room = attention_base.MEMORY_BUDGET // (8 * size)
-    basis = np.empty((max(2, min(size, budget, room)), size))
-    q = rng.standard_normal(size)
-    q /= np.linalg.norm(q)
-    before, numbers = np.zeros(size), _Recurrence(size)
-    theta, _, image = operator.evaluate(q)
-    known = max(lower / operator.scale, math.sqrt(theta))
-    for j in range(budget):
-        if j > 0:
-            image = operator.gram(q)
-        if not np.isfinite(image).all():
-            raise ValueError("operator must give finite products, received NaN or infinite entries; scale its data.")
-        if j < len(basis):
-            basis[j] = q
-        stored = basis[: j + 1]
-        past = numbers.beta[-1] if j > 0 else 0.0
-        w = image - past * before
-        alpha = max(float(q @ w), 0.0)
-        w -= alpha * q
-        for _ in range(2):
-            w -= (stored @ w) @ stored
-        beta = float(np.linalg.norm(w))
-        after = w / beta if beta > 0.0 else np.zeros(size)
-        lost = float(np.linalg.norm(image - past * before - alpha * q - beta * after))
-        numbers.append(alpha, beta, lost)
-        ritz = numbers.ritz()[0]
-        known = max(known, math.sqrt(ritz))
-        goal = (known * (1.0 + 0.999 * tol)) ** 2  # the rest is for rounding
-        if upper < math.inf:
-            goal = max(goal, (upper / operator.scale) ** 2)
-        if beta <= 4.0 * _EPS * ritz or numbers.share(goal) < t:
+    """The bounds of one start, which fails with probability ``failure``; it need not be below those of runs before."""
+    t, start = _threshold(failure, operator.size), rng.standard_normal(operator.size)
+    start /= np.linalg.norm(start)
+    lanczos = Lanczos(start)
+    lanczos.step(operator.evaluate(start)[2])  # sets the scale
+    known, least = before.lower / operator.scale, before.upper / operator.scale if before.upper < math.inf else 0.0
+    while True:
+        known = max(known, math.sqrt(lanczos.ritz()[0]))
+        goal = max(known * (1.0 + 0.999 * tol), least) ** 2  # the rest is for rounding
+        if lanczos.exhausted or _share(lanczos, goal) < t or len(lanczos.alpha) >= budget:
             break
-        before, q = q, after
-    high = operator.scale * math.sqrt(numbers.largest(goal, t))
-    count = min(len(numbers.alpha), len(basis))
-    y = numbers.ritz(count)[1] @ basis[:count]
-    low = operator.scale * math.sqrt(operator.evaluate(y / np.linalg.norm(y))[0]) * (1.0 - PRODUCT_ROUNDING)
-    return float(low), high * (1.0 + 4.0 * _EPS) + (0.0 if high == 0.0 or high > 1e-300 else 5e-324)
+        lanczos.step(operator.gram(lanczos.next))
+    high = operator.scale * math.sqrt(_largest(lanczos, goal, t)) * (1.0 + 4.0 * _EPS)
+    low = operator.scale * math.sqrt(operator.evaluate(lanczos.vector())[0]) * (1.0 - PRODUCT_ROUNDING)
+    return float(low), high if high == 0.0 or high > 1e-300 else high + 5e-324
