@@ -11,6 +11,7 @@ from scipy.linalg import solveh_banded
 from scipy.sparse.linalg import LinearOperator
 
 from otattn import _validate as check
+from otattn.attention import JacobianOperator
 from otattn.attention import base as attention_base
 from otattn.operators.krylov import Lanczos
 from otattn.operators.lanczos import top_singular
@@ -57,7 +58,7 @@ def spectral_norm_bounds(
 ) -> NormBounds:
     r"""The largest singular value of ``operator`` from below and from above.
 
-    Arrays whose smaller side is at most 2048, and operators of at most 256 columns or rows, are factorised:
+    Arrays and assembled Jacobians whose smaller side is at most 2048, other operators of at most 256, are factorised:
     :func:`~otattn.operators.proved_norm.proved_norm`. Larger ones get a bound that holds with probability at least
     ``1 - failure`` over the random starts.
 
@@ -127,8 +128,7 @@ def spectral_norm_bounds(
     Appl. 22 (2000): the bound from one polynomial in exact arithmetic.
     """
     check.positive(tol, "tol")
-    if not 0.0 < check.positive(failure, "failure") < 1.0:
-        raise ValueError(f"failure must lie in (0, 1), received {failure:g}; it is a probability.")
+    check.probability(failure, "failure")
     budget = check.count(max_iter, "max_iter")
     generator = check.rng_from(rng)
     wrapped = ScaledOperator(operator)
@@ -151,7 +151,8 @@ def _written_out(operator: Any, wrapped: ScaledOperator) -> tuple[Array | None, 
     if not isinstance(operator, LinearOperator):
         given = operator.toarray() if hasattr(operator, "toarray") else operator
         return (np.asarray(given, dtype=np.float64), "proved") if side <= DENSE_SIDE else (None, "probabilistic")
-    if side > DENSE_PRODUCTS:
+    assembled = isinstance(operator, JacobianOperator) and operator.assembled
+    if side > (DENSE_SIDE if assembled else DENSE_PRODUCTS):
         return None, "probabilistic"
     if hasattr(operator, "to_dense"):
         return np.asarray(operator.to_dense(), dtype=np.float64), "computed"
