@@ -21,14 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import cloud_centre
-from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.attention.base import Measure
+from otattn.attention.head import FLOATS, Arithmetic, Head, heads_of
 from otattn.lipschitz.arithmetic.intervals import Interval, lift, lower, upper
 from otattn.operators.proved_norm import proved_norm, radius_norm
 
 __all__ = ["enclosed_norms", "made_of_softmax"]
 
 Array = NDArray[np.float64]
+INTERVALS = Arithmetic(lift, FLOATS.orthonormal)
 BLOCK_BYTES = 4 * 2**20
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -52,7 +54,8 @@ def enclosed_norms(attention: AttentionMap, mu: Measure) -> tuple[float, float]:
     if attention.causal:
         times = mu.times[live]  # type: ignore[union-attr]
         seen = times[None, :] <= times[:, None]
-    heads = [_Head(head, U, x, w, seen) for head, U in _softmax_heads(attention, None)]
+    parts = heads_of(attention, arithmetic=INTERVALS)
+    heads = [_Head(part, x, w, seen) for part in parts if upper(abs(part.V)).any() and upper(abs(part.outer)).any()]
     if not heads:
         return 0.0, 0.0
     n, d, e = len(x), x.shape[1], heads[0].U.shape[0]
@@ -60,8 +63,8 @@ def enclosed_norms(attention: AttentionMap, mu: Measure) -> tuple[float, float]:
     M, R, fields = np.empty((n, e, n, d)), np.empty((n, e, n, d)), []
     for start in range(0, n, step := max(1, BLOCK_BYTES // (8 * n * e * d))):
         rows = slice(start, min(n, start + step))
-        parts = [head.rows(rows) for head in heads]
-        block, field = (sum(part[1:], part[0]) for part in zip(*parts, strict=True))
+        shares = [head.rows(rows) for head in heads]
+        block, field = (sum(share[1:], share[0]) for share in zip(*shares, strict=True))
         at = np.arange(rows.stop - start)
         block[at, at + start] = block[at, at + start] + field
         if root is not None:
@@ -74,28 +77,8 @@ def enclosed_norms(attention: AttentionMap, mu: Measure) -> tuple[float, float]:
 
 def made_of_softmax(attention: AttentionMap) -> bool:
     """True for softmax attention, sums of it (nested or not), masked or not."""
-    if isinstance(attention, MaskedAttention):
-        return made_of_softmax(attention.attention)
-    if isinstance(attention, MultiHeadAttention):
-        return all(made_of_softmax(head) for head in attention.heads)
-    return isinstance(attention, SoftmaxAttention)
-
-
-def _softmax_heads(attention: AttentionMap, W: Any) -> list[tuple[SoftmaxAttention, Interval]]:
-    """The heads with their total values ``W V``; W is the product of the outputs so far. A head without values is left out."""
-    if isinstance(attention, MaskedAttention):
-        return _softmax_heads(attention.attention, W)
-    if isinstance(attention, MultiHeadAttention):
-        out = []
-        for i, head in enumerate(attention.heads):
-            own = None if attention.outputs is None else lift(attention.outputs[i])
-            if own is None or upper(abs(own)).any():
-                out += _softmax_heads(head, own if W is None else W if own is None else W @ own)
-        return out
-    if not isinstance(attention, SoftmaxAttention):
-        raise TypeError(f"attention must be built of softmax heads, received {type(attention).__name__}.")
-    V = lift(attention.V)
-    return [(attention, V if W is None else W @ V)] if attention.V.any() else []
+    heads = heads_of(attention)
+    return bool(heads) and all(isinstance(head.map, SoftmaxAttention) for head in heads)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -110,8 +93,8 @@ class _Head:
     """``W_k^T q_i``, (n, d)."""
     Wq: Array
 
-    def __init__(self, attention: SoftmaxAttention, U: Interval, x: Array, w: Array, seen: Any) -> None:
-        head = attention.head()
+    def __init__(self, part: Head, x: Array, w: Array, seen: Any) -> None:
+        head, U = part.map.projections(), part.total
         z = lift(x) - cloud_centre(x, w / w.sum())
         q = lift(x) @ head.Wq.T
         if head.bq is not None:
