@@ -27,12 +27,12 @@ DENSE_SIDE = 2048
 """Matrices whose smaller side is at most this are factorised."""
 DENSE_PRODUCTS = 256
 """Operators are written out as matrices when that takes at most so many products."""
-FAILURE_OF_A_RUN = 1e-5
-"""Rarer failures are shared among several runs: a start that has less than ``sqrt(eps)`` or so of the top vector cannot
-be told from rounding."""
-PRODUCT_ROUNDING = 64.0 * _EPS
-"""The rounding model: a float product ``J^T J x`` differs from the exact one by at most this times ``||J||^2 |x|``. Half
-of it leaves room for the solution of the tridiagonal systems."""
+RUN_FAILURES = {"float64": 1e-5, "float32": 0.1}
+"""Rarer failures are shared among several runs: a start that has too little of the top vector cannot be told from the
+rounding of products in that precision."""
+PRODUCT_ROUNDING = 64.0
+"""The rounding model, in units of the relative spacing of floats: a float product ``J^T J x`` differs from the exact one
+by at most so much of ``||J||^2 |x|``. A part of it is room for the solution of the tridiagonal systems."""
 
 
 class NormBounds(NamedTuple):
@@ -135,7 +135,8 @@ def spectral_norm_bounds(
     matrix, how = _written_out(operator, wrapped)
     if matrix is not None:
         return NormBounds(*_of_matrix(matrix, budget, generator), how)
-    runs = max(1, math.ceil(math.log(failure) / math.log(FAILURE_OF_A_RUN)))
+    share = RUN_FAILURES["float64" if wrapped.eps == _EPS else "float32"]
+    runs = max(1, math.ceil(math.log(failure) / math.log(share)))
     bounds = NormBounds(0.0, 0.0, "probabilistic")
     for _ in range(runs):
         low, high = _run(wrapped, failure ** (1.0 / runs), tol, budget, generator, bounds)
@@ -149,8 +150,13 @@ def _written_out(operator: Any, wrapped: ScaledOperator) -> tuple[Array | None, 
     if wrapped.outputs * wrapped.size > room:
         return None, "probabilistic"
     if not isinstance(operator, LinearOperator):
-        given = operator.toarray() if hasattr(operator, "toarray") else operator
-        return (np.asarray(given, dtype=np.float64), "proved") if side <= DENSE_SIDE else (None, "probabilistic")
+        if side > DENSE_SIDE:
+            return None, "probabilistic"
+        given = np.asarray(operator.toarray() if hasattr(operator, "toarray") else operator)
+        matrix = given.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            same = bool(np.all(matrix.astype(given.dtype) == given))
+        return matrix, "proved" if same else "computed"
     assembled = isinstance(operator, JacobianOperator) and operator.assembled
     if side > (DENSE_SIDE if assembled else DENSE_PRODUCTS):
         return None, "probabilistic"
@@ -169,8 +175,8 @@ def _of_matrix(M: Array, budget: int, rng: np.random.Generator) -> tuple[float, 
     power = math.frexp(float(np.abs(M).max()))[1]
     Z = np.ldexp(M, -power)
     found = top_singular(Z, tol=1e-9, rng=rng, max_iter=budget, allow_unconverged=True).value
-    # each entry of a product rounds by the terms that it is made of, which are at most the rows' norms
-    low = found - (max(M.shape) + 8) * _EPS * float(np.linalg.norm(Z))
+    # the product rounds by its terms, which are at most the rows' norms; so do its norm and that of the vector
+    low = found - 2.0 * (max(M.shape) + 8) * _EPS * float(np.linalg.norm(Z))
     low = math.ldexp(max(low, 0.0), power)
     return (low if low > 1e-300 else max(low - 5e-324, 0.0)), upper
 
@@ -181,7 +187,7 @@ def _threshold(failure: float, size: int) -> float:
     return t * (1.0 - (size + 8) * _EPS) - 2.0 * _EPS
 
 
-def _share(lanczos: Lanczos, top: float) -> float:
+def _share(lanczos: Lanczos, top: float, rounding: float) -> float:
     """The theorem's right side for a largest eigenvalue ``top``; inf where T has a larger one."""
     alpha, beta = np.array(lanczos.alpha), np.array(lanczos.beta)
     k, size = len(alpha), lanczos.next.size
@@ -196,24 +202,24 @@ def _share(lanczos: Lanczos, top: float) -> float:
     # what rounded in measuring f and in solving with T: 16 eps of the row of T
     rows = alpha + beta
     rows[1:] += beta[:-1]
-    lost = (1.0 + size * _EPS) * np.array(lanczos.lost) + 16.0 * _EPS * rows + PRODUCT_ROUNDING * top
+    lost = (1.0 + size * _EPS) * np.array(lanczos.lost) + 16.0 * _EPS * rows + rounding * top
     return (float(beta[-1] * g[-1]) + float(g @ lost)) * (1.0 + (size + k + 16) * _EPS)
 
 
-def _largest(lanczos: Lanczos, least: float, t: float) -> float:
+def _largest(lanczos: Lanczos, least: float, t: float, rounding: float) -> float:
     """The number at which the right side falls below ``t``, to 1e-3 of its distance from the top Ritz value."""
     base = lanczos.ritz()[0]
     if base == lanczos.beta[-1] == max(lanczos.lost) == 0.0:
-        return 0.0 if t > PRODUCT_ROUNDING else math.inf
+        return 0.0 if t > rounding else math.inf
     step = max(least - base, 4.0 * _EPS * base, 1e-300)
-    while _share(lanczos, base + step) >= t:
+    while _share(lanczos, base + step, rounding) >= t:
         step *= 4.0
         if not math.isfinite(base + step):
             return math.inf
     below = 0.0
     while step - below > 1e-3 * step and base + step > base:
         middle = 0.5 * (below + step)
-        below, step = (middle, step) if _share(lanczos, base + middle) >= t else (below, middle)
+        below, step = (middle, step) if _share(lanczos, base + middle, rounding) >= t else (below, middle)
     return (base + step) * (1.0 + 4.0 * _EPS)
 
 
@@ -222,6 +228,7 @@ def _run(
 ) -> tuple[float, float]:
     """The bounds of one start, which fails with probability ``failure``; it need not be below those of runs before."""
     t, start = _threshold(failure, operator.size), rng.standard_normal(operator.size)
+    rounding = PRODUCT_ROUNDING * operator.eps
     start /= np.linalg.norm(start)
     lanczos = Lanczos(start)
     lanczos.step(operator.evaluate(start)[2])  # sets the scale
@@ -229,9 +236,9 @@ def _run(
     while True:
         known = max(known, math.sqrt(lanczos.ritz()[0]))
         goal = max(known * (1.0 + 0.999 * tol), least) ** 2  # the rest is for rounding
-        if lanczos.exhausted or _share(lanczos, goal) < t or len(lanczos.alpha) >= budget:
+        if lanczos.exhausted or _share(lanczos, goal, rounding) < t or len(lanczos.alpha) >= budget:
             break
         lanczos.step(operator.gram(lanczos.next))
-    high = operator.scale * math.sqrt(_largest(lanczos, goal, t)) * (1.0 + 4.0 * _EPS)
-    low = operator.scale * math.sqrt(operator.evaluate(lanczos.vector())[0]) * (1.0 - PRODUCT_ROUNDING)
+    high = operator.scale * math.sqrt(_largest(lanczos, goal, t, rounding)) * (1.0 + 4.0 * _EPS)
+    low = operator.scale * math.sqrt(operator.evaluate(lanczos.vector())[0]) * (1.0 - rounding)
     return float(low), high if high == 0.0 or high > 1e-300 else high + 5e-324

@@ -20,7 +20,7 @@ FUSED_SCALES = (1e-60, 1e60)
 
 
 class ScaledOperator:
-    """J on flat vectors in units of ``scale``, a power of two that the first product sets.
+    """J on flat vectors in units of ``scale``, a power of two that the first product sets; its products round by ``eps``.
 
     Parameters
     ----------
@@ -40,6 +40,8 @@ class ScaledOperator:
         if self._linear.dtype is not None and np.dtype(self._linear.dtype).kind == "c":
             raise ValueError("operator must be real, received a complex one; stack its real and imaginary parts.")
         self.outputs, self.size = self._linear.shape
+        single = self._linear.dtype is not None and np.dtype(self._linear.dtype).name in ("float16", "float32")
+        self.eps = float(np.finfo(np.float32 if single else np.float64).eps)
 
     def single(self) -> ScaledOperator | None:
         """The same in float32, where there is such a form and its range holds the operator."""

@@ -95,6 +95,13 @@ def test_clouds_far_from_the_origin(seed, shift):
     check(attention, shift + rng.normal(size=(4, 3)))
 
 
+def test_entries_without_limits_leave_the_floats():
+    """Logits of 1e60 say nothing in intervals: the bound is of another kind, or as wide as it must be."""
+    attention = SoftmaxAttention(1e30 * np.eye(3), np.eye(3))
+    local = local_lipschitz(attention, 1e15 * np.random.default_rng(0).normal(size=(4, 3)))
+    assert local.value <= local.upper
+
+
 def test_the_enclosure_is_needed():
     """Where the computed derivative is off by more than its norm's proof, its norm alone would not be a bound."""
     below = 0

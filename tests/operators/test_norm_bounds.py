@@ -212,9 +212,44 @@ def test_noisy_products_are_counted(monkeypatch):
         return y + 1e-11 * np.linalg.norm(x) * kick / np.linalg.norm(kick)
 
     operator = LinearOperator((w.size, w.size), matvec=product, rmatvec=product, dtype=np.dtype(float))
-    monkeypatch.setattr(module, "PRODUCT_ROUNDING", 4e-11)
+    monkeypatch.setattr(module, "PRODUCT_ROUNDING", 4e-11 / np.finfo(float).eps)
     lower, upper, _ = spectral_norm_bounds(operator, tol=1e-4)
     assert lower <= 1.0 <= upper <= 1.0 + 1e-3
+
+
+@pytest.mark.parametrize("name", ["geometric", "gap", "identity", "alone above a cluster"])
+def test_products_in_single_precision(name):
+    """They round a billion times more: more runs, each of which is granted more, and a wider bound."""
+    w = SPECTRA[name][0].astype(np.float32)
+    operator = LinearOperator((w.size, w.size), matvec=lambda x: w * x.astype(np.float32), dtype=np.dtype(np.float32))
+    operator.rmatvec = operator.matvec
+    lower, upper, how = spectral_norm_bounds(operator, tol=1e-2)
+    assert how == "probabilistic"
+    assert lower <= float(w.max()) <= upper <= 1.01 * lower
+
+
+def test_a_start_that_the_operator_knows_is_not_random():
+    """The probability is over the starts: an operator made from them escapes, and is found with any others."""
+    rng = np.random.default_rng(0)
+    starts = np.stack([rng.standard_normal(LARGE) for _ in range(2)])
+    starts /= np.linalg.norm(starts, axis=1, keepdims=True)
+    v = np.random.default_rng(99).normal(size=LARGE)
+    for _ in range(2):
+        v -= np.linalg.lstsq(starts.T, v, rcond=None)[0] @ starts
+    v /= np.linalg.norm(v)
+
+    def product(x):
+        return x + v * (v @ x)  # the identity, and 2 in the direction v
+
+    operator = LinearOperator((LARGE, LARGE), matvec=product, rmatvec=product, dtype=np.dtype(float))
+    assert spectral_norm_bounds(operator, rng=0).upper < 1.9
+    for seed in range(1, 6):
+        assert 2.0 <= spectral_norm_bounds(operator, rng=seed).upper <= 2.0 * (1 + 1e-6)
+
+
+def test_whole_numbers_that_float64_does_not_hold():
+    assert spectral_norm_bounds(np.array([[2**53 - 1]])).how == "proved"
+    assert spectral_norm_bounds(np.array([[2**53 + 1]])).how == "computed"
 
 
 def test_refusals():

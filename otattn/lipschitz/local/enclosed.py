@@ -48,6 +48,11 @@ def enclosed_norms(attention: AttentionMap, mu: Measure) -> tuple[float, float]:
     tuple of float
         Of ``||W^{1/2} J W^{-1/2}||`` and ``max_i ||D_i||``; inf where the intervals say nothing.
     """
+    with np.errstate(over="ignore", invalid="ignore"):  # an entry without limits has an infinite radius
+        return _norms(attention, mu)
+
+
+def _norms(attention: AttentionMap, mu: Measure) -> tuple[float, float]:
     live = mu.weights > 0
     x, w = mu.points[live], mu.weights[live]
     seen = None
@@ -55,6 +60,7 @@ def enclosed_norms(attention: AttentionMap, mu: Measure) -> tuple[float, float]:
         times = mu.times[live]  # type: ignore[union-attr]
         seen = times[None, :] <= times[:, None]
     parts = heads_of(attention, arithmetic=INTERVALS)
+    # a head without values is left out
     heads = [_Head(part, x, w, seen) for part in parts if upper(abs(part.V)).any() and upper(abs(part.outer)).any()]
     if not heads:
         return 0.0, 0.0
@@ -131,7 +137,8 @@ def _centred(block: Interval) -> tuple[Array, Array]:
     """Middles and radii."""
     lo, hi = lower(block), upper(block)
     middle = 0.5 * lo + 0.5 * hi
-    return middle, np.maximum(hi - middle, middle - lo) * (1.0 + 4.0 * _EPS) + 5e-324
+    radius = np.maximum(hi - middle, middle - lo) * (1.0 + 4.0 * _EPS) + 5e-324
+    return middle, np.where(np.isnan(radius), np.inf, radius)
 
 
 def _norm(M: Array, R: Array) -> float:
