@@ -1,4 +1,10 @@
-"""Lanczos from one start: the recurrence with what rounding leaves of it, and its top Ritz pair."""
+"""Lanczos from one start: the recurrence with what rounding leaves of it, and its top Ritz pair.
+
+The recurrence is ours because a bound from above needs its numbers, from a run without restarts, which ARPACK does not give.
+The same run serves the singular value: on the fused products of three layers it took 15 to 23 products where ``eigsh`` took
+21 to 31, which fills its basis before it looks, and 0.7 to 0.8 of its CPU time in float32, 0.7 to 0.9 with the switch from
+float32 to float64 (``benchmarks/local_upper.py``). Restarts are ARPACK's.
+"""
 
 from __future__ import annotations
 
