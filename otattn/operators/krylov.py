@@ -161,12 +161,11 @@ def top_eigenpair(
         settled = done or lanczos.exhausted
         if settled or products >= max_products or lanczos.full:
             break
-    pair = RitzPair(value, lanczos.vector(), second, products, settled)
-    return (
-        pair
-        if settled or products >= max_products
-        else _restarted(product, pair, tol, max_products, len(lanczos.basis))
-    )
+    pair, room = RitzPair(value, lanczos.vector(), second, products, settled), len(lanczos.basis)
+    if settled or products >= max_products:
+        return pair
+    del lanczos  # its memory goes to ARPACK
+    return _restarted(product, pair, tol, max_products, room)
 
 
 def _restarted(product: Callable[[Array], Array], pair: RitzPair, tol: float, max_products: int, room: int) -> RitzPair:
