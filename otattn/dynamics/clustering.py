@@ -12,7 +12,6 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.dynamics.trajectory import Trajectory
 
 __all__ = ["ClusterHistory", "Leaders", "Plateau", "clusters", "leaders"]
@@ -183,7 +182,7 @@ def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
         log_w = np.log(w)
     for k, x in enumerate(trajectory.points):
         attention = trajectory.attention_at(k)
-        logits = _logits(attention, x, head)
+        logits = attention.logits(x, head)
         logits = np.where(w > 0, logits, -np.inf)
         if attention.causal:
             assert times is not None
@@ -197,19 +196,3 @@ def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
     own = follows == np.arange(n)
     followers = np.stack([np.bincount(f, minlength=n) for f in follows])
     return Leaders(trajectory.times, follows, own & (w > 0), followers, check.frozen(received))
-
-
-def _logits(attention: AttentionMap, x: Array, head: int) -> Array:
-    if isinstance(attention, MaskedAttention):
-        return _logits(attention.attention, x, head)
-    if isinstance(attention, MultiHeadAttention):
-        if not 0 <= head < len(attention.heads):
-            raise ValueError(f"head must be below the number of heads {len(attention.heads)}, received {head}.")
-        return _logits(attention.heads[head], x, 0)
-    if isinstance(attention, SoftmaxAttention):
-        g = x @ attention.A.T
-        return (g if attention.bias is None else g + attention.bias) @ x.T
-    if isinstance(attention, L2Attention):
-        q, k = x @ attention.Q.T, x @ attention.K.T
-        return np.asarray(-((q[:, None, :] - k[None, :, :]) ** 2).sum(axis=2))
-    raise ValueError(f"leaders need softmax or L2 attention (or heads of it), received {type(attention).__name__}.")

@@ -27,12 +27,6 @@ from otattn import _validate as check
 from otattn._linalg import spectral_norm_upper
 from otattn.attention import (
     AttentionMap,
-    L2Attention,
-    MaskedAttention,
-    MultiHeadAttention,
-    Residual,
-    SinkhornAttention,
-    SoftmaxAttention,
 )
 from otattn.distances import bures_wasserstein, conditional_wasserstein, wasserstein
 from otattn.dynamics.flow import check_span, check_times, flow
@@ -217,7 +211,9 @@ def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
 
     Parameters
     ----------
-    attention : softmax, L2 or Sinkhorn attention, several such heads, masked or not, residual layers of them
+    attention : AttentionMap
+        Built of heads whose weights sum to at most one: softmax, L2, Sinkhorn, sigmoid or rotary attention, several such
+        heads, masked or not, residual layers of them.
     radius : float
         Initial support radius ``R_0``.
     t : array_like
@@ -252,32 +248,13 @@ def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
 
 def _rate(attention: AttentionMap) -> tuple[float, float] | None:
     """``v`` and ``b`` with ``|Gamma(x)| <= v R + b``, or None."""
-    if isinstance(attention, MaskedAttention):
-        return _rate(attention.attention)
-    if isinstance(attention, Residual):
-        inner = _rate(attention.map)
-        return None if inner is None else (abs(attention.scale) * inner[0], abs(attention.scale) * inner[1])
-    if isinstance(attention, MultiHeadAttention):
-        v, b = 0.0, 0.0 if attention.output_bias is None else float(np.linalg.norm(attention.output_bias))
-        for i, head in enumerate(attention.heads):
-            W = None if attention.outputs is None else attention.outputs[i]
-            part = _head_rate(head, W)
-            if part is None:
-                return None
-            v, b = v + part[0], b + part[1]
-        return v, b
-    return _head_rate(attention, None)
-
-
-def _head_rate(head: AttentionMap, W: Array | None) -> tuple[float, float] | None:
-    if isinstance(head, MaskedAttention):
-        return _head_rate(head.attention, W)
-    if not isinstance(head, SoftmaxAttention | L2Attention | SinkhornAttention):
+    drift = attention.drift
+    terms = drift.map.values()
+    if terms is None or drift.skip or any(term.mass == "any" for term in terms):
         return None
-    bias = head.value_bias if isinstance(head, SoftmaxAttention) else None
-    U = head.V if W is None else W @ head.V
-    shift = 0.0 if bias is None else float(np.linalg.norm(bias if W is None else W @ bias))
-    return spectral_norm_upper(U), shift
+    scale = abs(drift.scale)
+    v = sum(spectral_norm_upper(term.V) for term in terms)
+    return scale * v, scale * sum(float(np.linalg.norm(term.bias)) for term in terms if term.bias is not None)
 
 
 def _gronwall(
@@ -318,13 +295,12 @@ def _log_constant(attention: AttentionMap, R: float, n: int | None, p: float, ou
     """Logarithm of the least upper bound of the Lipschitz constant on the ball, or None where there is none."""
     if R > LARGEST_RADIUS:
         return math.inf
-    inner = attention.map if isinstance(attention, Residual) else attention
-    scale = abs(attention.scale) if isinstance(attention, Residual) else 1.0
+    inner, scale, _ = attention.drift
     bounds = table(inner, radius=max(R, 1e-150), n=n, p=p)
     logs = [b.log_value for b in bounds if b.kind == "upper" and THEOREMS[b.theorem].published != ours]
     if not logs:
         return None
-    return min(logs) + (math.log(scale) if scale > 0 else -math.inf)
+    return min(logs) + (math.log(abs(scale)) if scale else -math.inf)
 
 
 def _equal_atoms(mu: Any, nu: Any) -> int | None:

@@ -17,17 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import (
-    AttentionMap,
-    L2Attention,
-    MaskedAttention,
-    MultiHeadAttention,
-    Residual,
-    SigmoidAttention,
-    SinkhornAttention,
-    SoftmaxAttention,
-    TransformerBlock,
-)
+from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.dynamics.rescaling import conjugate, value_matrix
 
@@ -52,15 +42,10 @@ def layer_at(attention: Any, t: float) -> AttentionMap:
     return layer
 
 
-def linear_growth(attention: Any) -> bool:
+def linear_growth(attention: Field) -> bool:
     """True when ``|Gamma_mu(x)| <= c (1 + sup |y|)``: the flow then exists for all times."""
-    if isinstance(attention, MaskedAttention):
-        return linear_growth(attention.attention)
-    if isinstance(attention, MultiHeadAttention):
-        return all(linear_growth(h) for h in attention.heads)
-    if isinstance(attention, Residual):
-        return linear_growth(attention.map)
-    return isinstance(attention, SoftmaxAttention | L2Attention | SinkhornAttention | SigmoidAttention)
+    terms = attention.drift.map.values() if isinstance(attention, AttentionMap) else None
+    return terms is not None and all(term.mass != "any" for term in terms)
 
 
 class Velocity:
@@ -116,12 +101,12 @@ class Velocity:
         x = self.retract(x)
         layer = self.attention_at(t)
         measure = self.measure._with_points(x)
-        if isinstance(layer, Residual):  # the increment itself, without the difference
-            v = layer.scale * layer.map._at_atoms(measure)
-        else:
-            v = layer._at_atoms(measure)
-            if isinstance(layer, TransformerBlock):
-                v = v - x
+        drift = layer.drift  # the increment of a residual layer itself, without the difference
+        v = drift.map._at_atoms(measure)
+        if drift.scale != 1.0:
+            v = drift.scale * v
+        if drift.skip:
+            v = v - drift.skip * x
         if self.V is not None:
             v = v - x @ self.V.T
         elif self.norms is not None:
