@@ -52,8 +52,8 @@ class AttentionMap(ABC):
     A new map is one class. It must have ``_apply``; with ``_jacobian`` and ``_field`` it has local constants, lower bounds
     and gradient-flow checks. What else is known of it are methods too (:meth:`values`, :meth:`in_coordinates`,
     :meth:`logits`, :meth:`gaussian_affine`), which say by default that nothing is; and what is known of it on higher
-    floors is registered there, with ``gradient_flow.known.structure_of``, ``gradient_flow.known.gaussian_structure_of``,
-    ``gradient_flow.twisted.kernel_of``, ``dynamics.gaussian_fields.field_of`` and ``lipschitz.catalogue.theorem``.
+    floors is registered there, with ``gradient_flow.known.known_structure``, ``known_gaussian_structure``,
+    ``gradient_flow.twisted.log_kernel``, ``dynamics.gaussian_fields.field_of`` and ``lipschitz.catalogue.theorem``.
     """
 
     maskable: bool = False

@@ -124,6 +124,14 @@ class MultiHeadAttention(AttentionMap):
     def _tol(self) -> float:
         return max(h._tol for h in self.heads)
 
+    def folded(self) -> tuple[AttentionMap, ...]:
+        """The heads, each with its output matrix multiplied into its values."""
+        if self.outputs is None:
+            return self.heads
+        return tuple(
+            h.in_coordinates(np.eye(self.in_dim or 1), W) for h, W in zip(self.heads, self.outputs, strict=True)
+        )
+
     def values(self) -> tuple[Values, ...] | None:
         out: list[Values] = []
         for i, head in enumerate(self.heads):

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.attention import AttentionMap
 from otattn.errors import ConvergenceError
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.known import KnownStructure, known_structure, unwrapped
-from otattn.gradient_flow.twisted import TwistedField
+from otattn.gradient_flow.twisted import TwistedField, log_kernel
 from otattn.measures import DiscreteMeasure, as_discrete
 
 __all__ = ["EnergyDissipation", "energy_dissipation"]
@@ -183,8 +183,9 @@ def _integrate(
         speed = attention(measure.points, measure)
         logs = np.log(w) - log_scale
         if structure.mobility:
-            assert isinstance(attention, SoftmaxAttention)
-            logs = logs + TwistedField(attention, measure.points, w, None).log_normaliser
+            kernel = log_kernel(attention, measure.points)
+            assert kernel is not None
+            logs = logs + TwistedField(kernel, measure.points, w, None).log_normaliser
         top = max(float(np.abs(speed).max()), 1e-300)  # squares of exponentials need not be representable
         logs += 2.0 * np.log(top)
         power = float(np.sum(np.exp(logs) * np.sum((speed / top) ** 2, axis=1))) / structure.coefficient

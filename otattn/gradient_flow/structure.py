@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, MultiHeadAttention
+from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
@@ -152,7 +152,7 @@ def check_gradient_flow(
     wasserstein = worst(found["wasserstein"])
     twisted_worst = worst(found["twisted"]) if found["twisted"] else None
     bures = _bures(attention, measure, generator)
-    limit = max(tolerance, 64.0 * _EPS * span, 100.0 * _solver_tolerance(attention))
+    limit = max(tolerance, 64.0 * _EPS * span, 100.0 * attention._tol)
     structure, gaussian = known_structure(attention), known_gaussian_structure(attention)
     dissipation = None
     if structure is not None:
@@ -231,9 +231,3 @@ def _thinned(mu: Measure, rng: np.random.Generator) -> DiscreteMeasure:
     if mu.n <= FLOW_ATOMS:
         return DiscreteMeasure(mu.points, mu.weights)
     return DiscreteMeasure(mu.points[rng.choice(mu.n, FLOW_ATOMS, replace=False, p=mu.weights)])
-
-
-def _solver_tolerance(attention: AttentionMap) -> float:
-    if isinstance(attention, MultiHeadAttention):
-        return max(_solver_tolerance(head) for head in attention.heads)
-    return float(getattr(attention, "tol", 0.0))
