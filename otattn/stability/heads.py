@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.attention.kernels import Head
+from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
 from otattn.lipschitz import bounds
 from otattn.lipschitz.catalogue import THEOREMS
@@ -79,10 +79,10 @@ def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:
     return min(published, default=math.nan), min(b.value for b in found if not THEOREMS[b.theorem].published)
 
 
-def affine_maps(head: AttentionMap) -> Head | None:
+def affine_maps(head: AttentionMap) -> Projections | None:
     """The matrices of a head, masked or not; None for a map that is no single head."""
     inner = head.unmasked
-    return inner.head() if isinstance(inner, SingleHead) else None
+    return inner.projections() if isinstance(inner, SingleHead) else None
 
 
 def head_gamma(head: AttentionMap) -> float:
