@@ -24,7 +24,7 @@ from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_fa
 from otattn.measures import GaussianMeasure
 from otattn.measures.gaussian import check_covariances
 
-__all__ = ["bures_distance", "bures_geodesic", "bures_wasserstein", "gaussian_transport_map"]
+__all__ = ["bures_geodesic", "bures_wasserstein", "covariance_distance", "gaussian_transport_map"]
 
 Array = NDArray[np.float64]
 
@@ -77,7 +77,7 @@ def bures_wasserstein(g1: Any, g2: Any) -> float:
     return value
 
 
-def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
+def covariance_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     """Bures-Wasserstein distance between covariance matrices, vectorised over leading axes.
 
     Parameters
@@ -97,7 +97,7 @@ def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
 
     Examples
     --------
-    >>> bures_distance([[[4.0]], [[9.0]]], [[1.0]])
+    >>> covariance_distance([[[4.0]], [[9.0]]], [[1.0]])
     array([1., 2.])
 
     References
@@ -194,7 +194,7 @@ def _gaussian_pair(g1: Any, g2: Any) -> tuple[GaussianMeasure, GaussianMeasure]:
         if not isinstance(g, GaussianMeasure):
             raise TypeError(
                 f"{name} must be a GaussianMeasure, received {type(g).__name__}; build one from a mean and "
-                "a covariance (bures_distance takes covariances)."
+                "a covariance (covariance_distance takes covariances)."
             )
     if g1.dim != g2.dim:
         raise ValueError(f"g1 and g2 must live in one space, received dimensions {g1.dim} and {g2.dim}.")

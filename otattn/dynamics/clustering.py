@@ -14,7 +14,7 @@ from scipy.spatial.distance import pdist
 from otattn import _validate as check
 from otattn.dynamics.trajectory import Trajectory
 
-__all__ = ["ClusterHistory", "Leaders", "Plateau", "clusters", "leaders"]
+__all__ = ["ClusterHistory", "Leaders", "Plateau", "token_clusters", "token_leaders"]
 
 Array = NDArray[np.float64]
 
@@ -75,7 +75,7 @@ class ClusterHistory:
         return f"ClusterHistory({self.counts[0]} -> {self.counts[-1]} clusters, {len(self.times)} times, tol={self.tol:.3g})"
 
 
-def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHistory:
+def token_clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHistory:
     """Clusters of the tokens by single linkage, at each time of a trajectory.
 
     Parameters
@@ -94,7 +94,7 @@ def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHist
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.dynamics import flow
     >>> contraction = SoftmaxAttention([[0.0]], [[-1.0]])                 # x' = -mean: nothing merges
-    >>> clusters(flow(contraction, [[0.0], [1.0], [1.001]], t_span=(0.0, 1.0))).counts[-1]
+    >>> token_clusters(flow(contraction, [[0.0], [1.0], [1.001]], t_span=(0.0, 1.0))).counts[-1]
     np.int64(2)
 
     References
@@ -153,7 +153,7 @@ class Leaders:
         return f"Leaders({self.counts[0]} -> {self.counts[-1]} leaders, {len(self.times)} times)"
 
 
-def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
+def token_leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
     """Leader statistics of a softmax or L2 head along a trajectory.
 
     A token that attends most to itself is a leader; in the limit of sharp attention the others move towards theirs.

@@ -37,7 +37,7 @@ from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.table import table
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 
-__all__ = ["FlowStability", "flow_stability", "radius_bound"]
+__all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
 
 Array = NDArray[np.float64]
 
@@ -59,13 +59,13 @@ class FlowStability:
     p : float
     log_bounds : dict of name to ndarray (T,)
         ``int_0^t L``, logarithms of the Gronwall bounds of the ratio. "published" and "ours" take the radius from
-        :func:`radius_bound` (normalised kernels only), "ours, radius along the flow" from the flows (for other kernels the
+        :func:`flow_radius_bound` (normalised kernels only), "ours, radius along the flow" from the flows (for other kernels the
         larger radius of two neighbouring times, which is no proof between them). inf where the integral exceeds the
         largest float; no entry where no theorem applies.
     radii : ndarray (T,) or None
         Larger of the two support radii (None for Gaussians).
     radius_bounds : ndarray (T,) or None
-        What :func:`radius_bound` allows.
+        What :func:`flow_radius_bound` allows.
     n : int or None
         Number of equal atoms for which the bounds were taken; None for any measure.
     flows : pair of Trajectory or GaussianTrajectory
@@ -206,7 +206,7 @@ def flow_stability(
     )
 
 
-def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
+def flow_radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
     """Support radius that a flow of a normalised kernel cannot exceed, ``R_0 e^{vt} + b (e^{vt} - 1) / v``.
 
     Parameters
@@ -227,13 +227,13 @@ def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> radius_bound(SoftmaxAttention([[5.0]], [[-2.0]]), 1.0, [0.0, 0.5]).round(4)
+    >>> flow_radius_bound(SoftmaxAttention([[5.0]], [[-2.0]]), 1.0, [0.0, 0.5]).round(4)
     array([1.    , 2.7183])
     """
     rate = _rate(attention)
     if rate is None:
         raise ValueError(
-            f"attention must have a normalised kernel for radius_bound, received {type(attention).__name__}; unnormalised "
+            f"attention must have a normalised kernel for flow_radius_bound, received {type(attention).__name__}; unnormalised "
             "ones may blow up (flow reports the time)."
         )
     v, b = rate
@@ -268,11 +268,11 @@ def _gronwall(
     out: dict[str, Array] = {}
     caps = None
     if rate is not None:
-        caps = radius_bound(attention, float(radii[0]), times - times[0])
-        prior = radius_bound(attention, float(radii[0]), (times[:-1, None] - times[0]) + local)
+        caps = flow_radius_bound(attention, float(radii[0]), times - times[0])
+        prior = flow_radius_bound(attention, float(radii[0]), (times[:-1, None] - times[0]) + local)
         # from each measured radius on, with the same growth
-        zero = radius_bound(attention, 0.0, local)
-        one = radius_bound(attention, 1.0, local) - zero
+        zero = flow_radius_bound(attention, 0.0, local)
+        one = flow_radius_bound(attention, 1.0, local) - zero
         posterior = np.minimum((radii[:-1, None] * (1.0 + 1e-6)) * one * (1.0 + 1e-12) + zero, prior)
     else:
         prior = None

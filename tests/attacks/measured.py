@@ -143,7 +143,7 @@ def flows(rng: np.random.Generator) -> Outcome:
             if worst > 1e-6:
                 faults.append(f"{key} is exceeded by {worst:.3g} in the logarithm")
         if found.radius_bounds is not None:
-            caps = asked(lambda: oa.radius_bound(q.ours, float(radii[0]), times))
+            caps = asked(lambda: oa.flow_radius_bound(q.ours, float(radii[0]), times))
             if not (radii <= caps * (1 + 1e-9)).all() or not (found.radius_bounds >= radii * (1 - 1e-9)).all():
                 faults.append(f"radii {radii.tolist()} against {caps.tolist()}")
         return outcome(name, q.kind, faults, (q, X.tolist(), Y.tolist(), times.tolist()), 2)
@@ -230,7 +230,7 @@ MEASURED: dict[str, Callable[[np.random.Generator], Outcome]] = {
     "stability_study": study,
     "sweep": study,
     "flow_stability": flows,
-    "radius_bound": flows,
+    "flow_radius_bound": flows,
     "gaussian_local_constant": gaussian,
     "local_growth": growth,
 }

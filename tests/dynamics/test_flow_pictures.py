@@ -5,7 +5,6 @@ import pytest
 
 from otattn.attention import LinearAttention, SoftmaxAttention
 from otattn.dynamics import (
-    clusters,
     depth_convergence,
     flow,
     flow_stability,
@@ -13,6 +12,7 @@ from otattn.dynamics import (
     limit_polytope,
     limit_rank_histogram,
     mean_field_limit,
+    token_clusters,
 )
 from otattn.measures import DiscreteMeasure, GaussianMeasure
 from otattn.plotting import flows as pictures
@@ -41,7 +41,7 @@ def test_sphere_and_clusters(tmp_path):
     ax = pictures.plot_sphere_flow(out)
     assert ax.name == "3d"
     ax.figure.savefig(tmp_path / "sphere.png", dpi=40)
-    history = clusters(out, tol=0.3)
+    history = token_clusters(out, tol=0.3)
     counts = pictures.plot_cluster_counts(history)
     assert counts.lines[0].get_ydata().tolist() == history.counts.tolist()
     with pytest.raises(ValueError, match="dimension 3"):
