@@ -212,7 +212,7 @@ def _rate(attention: AttentionMap, mu: DiscreteMeasure) -> float:
     fastest = float(np.abs(speed).max())
     rate = fastest / size if size > 0.0 else 0.0
     logits = 2.0 * fastest * np.sqrt(mu.dim) * mu.radius()
-    return max(rate, *(float(np.linalg.norm(A, 2)) * logits for A in _forms(attention)))
+    return max([rate, *(float(np.linalg.norm(A, 2)) * logits for A in _forms(attention))])
 
 
 def _forms(attention: AttentionMap) -> list[Array]:

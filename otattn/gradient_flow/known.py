@@ -81,8 +81,10 @@ def _sum(attention: MultiHeadAttention) -> KnownStructure | None:
     plain = unwrapped(attention)
     if plain is not attention:
         return known_structure(plain)
-    if attention.values() is None or (attention.output_bias is not None and attention.output_bias.any()):
+    if attention.output_bias is not None and attention.output_bias.any():
         return None
+    if attention.outputs is not None and attention.values() is None:
+        return None  # output matrices cannot be multiplied into heads of which no values are known
     parts = [known_structure(head) for head in attention.folded()]
     known = [part for part in parts if part is not None and not part.mobility]
     if len(known) < len(parts):
