@@ -11,7 +11,15 @@ from numpy.typing import ArrayLike, NDArray
 from otattn import _validate as check
 from otattn.attention.jacobian import JacobianOperator
 from otattn.errors import NoJacobianError, NotGaussianPreservingError
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete, as_spacetime
+from otattn.measures import (
+    AnyMeasure,
+    DiscreteMeasure,
+    GaussianMeasure,
+    MeasureLike,
+    SpaceTimeMeasure,
+    as_discrete,
+    as_spacetime,
+)
 
 if TYPE_CHECKING:
     from otattn.attention.head import Arithmetic, Head
@@ -144,7 +152,7 @@ class AttentionMap(ABC):
         """
         raise ValueError(f"logits are those of softmax or L2 attention (or heads of it), received {self.kind}.")
 
-    def as_measure(self, mu: Any) -> Measure:
+    def as_measure(self, mu: AnyMeasure) -> Measure:
         """``mu`` as the kind of measure that the map acts on, with its dimension checked."""
         if isinstance(mu, GaussianMeasure):
             raise TypeError(
@@ -177,7 +185,7 @@ class AttentionMap(ABC):
         return mu.times
 
     def __call__(
-        self, x: ArrayLike, mu: Any, *, times: ArrayLike | None = None, block_size: int | None = None
+        self, x: ArrayLike, mu: MeasureLike, *, times: ArrayLike | None = None, block_size: int | None = None
     ) -> Array:
         """``Gamma_mu`` at the rows of ``x (m, d)``; returns ``(m, e)``.
 
@@ -256,7 +264,7 @@ class AttentionMap(ABC):
     def _batch(self, X: Array) -> Array:
         return np.stack([self.on_tokens(x) for x in X])
 
-    def jacobian(self, mu: Any, *, block_size: int | None = None) -> JacobianOperator:
+    def jacobian(self, mu: MeasureLike, *, block_size: int | None = None) -> JacobianOperator:
         """``D_X f`` at the atoms of ``mu`` (weights kept fixed), a linear operator ``(n d,) -> (n e,)``.
 
         The kernels of all heads and layers are kept between products when together they fit half the memory
@@ -269,7 +277,7 @@ class AttentionMap(ABC):
         return self._jacobian(measure, self._times(measure.points, measure, None), rows)
 
     def field_jacobian(
-        self, x: ArrayLike, mu: Any, *, times: ArrayLike | None = None, block_size: int | None = None
+        self, x: ArrayLike, mu: MeasureLike, *, times: ArrayLike | None = None, block_size: int | None = None
     ) -> Array:
         """``D_x Gamma_mu(x)`` at the rows of ``x (m, d)``, the measure kept fixed; returns ``(m, e, d)``."""
         measure = self.as_measure(mu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +15,7 @@ from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.attention.schroedinger import MarginalSolver, Potentials
 from otattn.attention.single_head import SingleHead, square
-from otattn.measures import GaussianMeasure
+from otattn.measures import GaussianMeasure, MeasureLike
 
 __all__ = ["SinkhornAttention"]
 
@@ -73,7 +72,7 @@ class SinkhornAttention(SingleHead):
         object.__setattr__(self, "tol", check.positive(tol, "tol"))
         object.__setattr__(self, "max_iter", check.count(max_iter, "max_iter"))
 
-    def potentials(self, mu: Any, *, block_size: int | None = None) -> tuple[Array, Array]:
+    def potentials(self, mu: MeasureLike, *, block_size: int | None = None) -> tuple[Array, Array]:
         """``f`` and ``h`` at the atoms (``(n,)`` each): ``exp(<A x_i, x_j> + f_i + h_j)`` has unit marginals.
 
         The gauge is ``sum_i w_i h_i = 0``. Atoms of zero weight get the extended values.

@@ -36,7 +36,7 @@ RANK_ROUNDINGS = 16
 PLAIN = 1e-3
 
 
-def bures_wasserstein(g1: Any, g2: Any) -> float:
+def bures_wasserstein(g1: GaussianMeasure, g2: GaussianMeasure) -> float:
     """Wasserstein distance of order 2 between Gaussian measures of any rank.
 
     ``BW^2 = |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1^{1/2} S2 S1^{1/2})^{1/2}``, computed without its
@@ -115,7 +115,7 @@ def covariance_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     return _distances(a.reshape(-1, d, d), b.reshape(-1, d, d)).reshape(shape)
 
 
-def gaussian_transport_map(g1: Any, g2: Any) -> tuple[Array, Array]:
+def gaussian_transport_map(g1: GaussianMeasure, g2: GaussianMeasure) -> tuple[Array, Array]:
     """The optimal affine map ``x -> T x + b`` that pushes ``g1`` to ``g2``.
 
     For an invertible ``S1`` it is ``T = S1^{-1/2} (S1^{1/2} S2 S1^{1/2})^{1/2} S1^{-1/2}``, symmetric PSD. In
@@ -158,7 +158,7 @@ def gaussian_transport_map(g1: Any, g2: Any) -> tuple[Array, Array]:
     return T, g2.mean - T @ g1.mean
 
 
-def bures_geodesic(g1: Any, g2: Any, t: float) -> GaussianMeasure:
+def bures_geodesic(g1: GaussianMeasure, g2: GaussianMeasure, t: float) -> GaussianMeasure:
     """The point at time ``t`` in [0, 1] of the geodesic from ``g1`` to ``g2`` (displacement interpolation).
 
     ``S_t = ((1-t) F + t G Q) ((1-t) F + t G Q)^T``, which is ``((1-t) I + t T) S1 ((1-t) I + t T)`` when a

@@ -25,7 +25,7 @@ from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve, sparse_plan, status_of
 from otattn.distances.transport import TransportResult, transport
 from otattn.distances.wasserstein import wasserstein
-from otattn.measures import DiscreteMeasure, SpaceTimeMeasure, as_spacetime
+from otattn.measures import DiscreteMeasure, MeasureLike, SpaceTimeMeasure, as_spacetime
 
 __all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein"]
 
@@ -109,8 +109,8 @@ class ConditionalTransport:
 
 
 def conditional_wasserstein(
-    mu: Any,
-    nu: Any,
+    mu: MeasureLike,
+    nu: MeasureLike,
     *,
     p: float = 2,
     time_tol: float = 1e-12,
@@ -178,7 +178,9 @@ def conditional_wasserstein(
     return power_mean(np.array(values), np.array(masses), p)
 
 
-def conditional_transport(mu: Any, nu: Any, *, p: float = 2, time_tol: float = 1e-12) -> ConditionalTransport:
+def conditional_transport(
+    mu: MeasureLike, nu: MeasureLike, *, p: float = 2, time_tol: float = 1e-12
+) -> ConditionalTransport:
     """The conditional distance with its plan, potentials and interval in each time slice.
 
     Parameters, errors and references as for `conditional_wasserstein`.

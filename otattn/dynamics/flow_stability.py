@@ -35,7 +35,7 @@ from otattn.dynamics.trajectory import Trajectory
 from otattn.dynamics.velocity import Field, layer_at
 from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.table import table
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 
 __all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
 
@@ -83,7 +83,7 @@ class FlowStability:
     n: int | None
     flows: tuple[Trajectory, Trajectory] | tuple[GaussianTrajectory, GaussianTrajectory]
     status: str
-    attention: Any
+    attention: Field
 
     @property
     def ratios(self) -> Array:
@@ -115,8 +115,8 @@ class FlowStability:
 
 def flow_stability(
     attention: Field,
-    mu0: Any,
-    nu0: Any,
+    mu0: AnyMeasure,
+    nu0: AnyMeasure,
     *,
     t_span: tuple[float, float],
     p: float = 2,

@@ -29,7 +29,7 @@ class MeanFieldLimit:
 
     Attributes
     ----------
-    sizes : ndarray (m,)
+    n_values : ndarray (m,)
         Numbers of particles n.
     distances : ndarray (m, s)
         At the final time, for s independent samples.
@@ -41,7 +41,7 @@ class MeanFieldLimit:
     time : float
     """
 
-    sizes: Array
+    n_values: Array
     distances: Array
     initial: Array
     reference: str
@@ -49,7 +49,7 @@ class MeanFieldLimit:
 
     def fit(self) -> Exponent:
         """Power law of the distances in n (exponent near -1/2 for moments; -1/d for W_2 in dimension d > 4)."""
-        return fit_exponent(self.sizes, self.distances.T)
+        return fit_exponent(self.n_values, self.distances.T)
 
     @property
     def rate(self) -> float:
@@ -57,14 +57,14 @@ class MeanFieldLimit:
         return -self.fit().exponent
 
     def __repr__(self) -> str:
-        return f"MeanFieldLimit({self.reference}, n={self.sizes.astype(int).tolist()}, rate={self.rate:.3g}, t={self.time:g})"
+        return f"MeanFieldLimit({self.reference}, n={self.n_values.astype(int).tolist()}, rate={self.rate:.3g}, t={self.time:g})"
 
 
 def mean_field_limit(
     attention: AttentionMap,
     law: Law,
     *,
-    sizes: Sequence[int],
+    n_values: Sequence[int],
     t_span: tuple[float, float],
     samples: int = 4,
     reference: Literal["gaussian", "particles"] | None = None,
@@ -78,7 +78,7 @@ def mean_field_limit(
     ----------
     attention : AttentionMap
     law : GaussianMeasure, or callable (n, rng) -> (n, d)
-    sizes : sequence of int
+    n_values : sequence of int
         Numbers of tokens, at least two of them.
     t_span : (float, float)
     samples : int
@@ -101,7 +101,7 @@ def mean_field_limit(
     >>> from otattn.attention import SoftmaxAttention
     >>> law = GaussianMeasure([0.0], [[1.0]])
     >>> contraction = SoftmaxAttention([[1.0]], [[-1.0]])
-    >>> mean_field_limit(contraction, law, sizes=[30, 120, 480], samples=8, t_span=(0.0, 1.0), rng=0)
+    >>> mean_field_limit(contraction, law, n_values=[30, 120, 480], samples=8, t_span=(0.0, 1.0), rng=0)
     MeanFieldLimit(gaussian, n=[30, 120, 480], rate=0.4..., t=1)
 
     References
@@ -117,9 +117,9 @@ def mean_field_limit(
             'reference="gaussian" must have a GaussianMeasure as law, received a callable; use "particles".'
         )
     gen = check.rng_from(rng)
-    counts = [check.count(n, "sizes", least=2) for n in sizes]
+    counts = [check.count(n, "n_values", least=2) for n in n_values]
     if len(counts) < 2:
-        raise ValueError(f"sizes must hold at least two numbers of tokens, received {len(counts)}.")
+        raise ValueError(f"n_values must hold at least two numbers of tokens, received {len(counts)}.")
     repeats = check.count(samples, "samples")
 
     def draw(n: int) -> DiscreteMeasure:

@@ -12,7 +12,7 @@ increment ``F(x) - x``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ Field = AttentionMap | Callable[[float], AttentionMap]
 Normalization = Literal["sphere", "rescaled"] | None
 
 
-def layer_at(attention: Any, t: float) -> AttentionMap:
+def layer_at(attention: Field, t: float) -> AttentionMap:
     """The attention map at time t: the map itself, or what a callable ``t -> attention`` gives."""
     if isinstance(attention, AttentionMap):
         return attention
@@ -59,7 +59,7 @@ class Velocity:
     normalization : None, "sphere" or "rescaled"
     """
 
-    def __init__(self, attention: Any, measure: Measure, normalization: Normalization, start: float) -> None:
+    def __init__(self, attention: Field, measure: Measure, normalization: Normalization, start: float) -> None:
         if normalization not in (None, "sphere", "rescaled"):
             raise ValueError(f'normalization must be None, "sphere" or "rescaled", received {normalization!r}.')
         layer = layer_at(attention, start)

@@ -11,11 +11,12 @@ from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
+from otattn.dynamics.flow import check_span
 from otattn.errors import ConvergenceError
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.known import KnownStructure, known_structure, unwrapped
 from otattn.gradient_flow.twisted import TwistedField, log_kernel
-from otattn.measures import DiscreteMeasure, as_discrete
+from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["EnergyDissipation", "energy_dissipation"]
 
@@ -31,7 +32,7 @@ class EnergyDissipation:
     Attributes
     ----------
     times : ndarray (k,)
-        From 0 on.
+        From the start on.
     energies : ndarray (k,)
         ``E(mu_t) exp(-log_scale)``.
     work : ndarray (k,)
@@ -63,7 +64,8 @@ class EnergyDissipation:
 
     def verify(self) -> bool:
         """Integrate again and compare; False as soon as energies, work or defect disagree."""
-        new = energy_dissipation(self.attention, self.mu, t_end=float(self.times[-1]), n_times=len(self.times))
+        span = float(self.times[0]), float(self.times[-1])
+        new = energy_dissipation(self.attention, self.mu, t_span=span, n_times=len(self.times))
         size = float(np.abs(new.energies).max())
         return bool(
             new.energies.shape == self.energies.shape == self.work.shape
@@ -92,7 +94,12 @@ class EnergyDissipation:
 
 
 def energy_dissipation(
-    attention: AttentionMap, mu: Any, *, t_end: float | None = None, n_times: int = 6, rtol: float = 1e-11
+    attention: AttentionMap,
+    mu: MeasureLike,
+    *,
+    t_span: tuple[float, float] | None = None,
+    n_times: int = 6,
+    rtol: float = 1e-11,
 ) -> EnergyDissipation:
     r"""Follow the flow ``x_i' = Gamma_mu(x_i)`` and compare the change of its energy with the work done.
 
@@ -109,8 +116,8 @@ def energy_dissipation(
     attention : AttentionMap
         With a known energy (:func:`known_structure`).
     mu : DiscreteMeasure or array_like (n, d)
-    t_end : float, optional
-        By default the time in which logits and tokens change by about a quarter.
+    t_span : (float, float), optional
+        Start and end; by default from 0 on for the time in which logits and tokens change by about a quarter.
     n_times : int
         Number of times, at least 2.
     rtol : float
@@ -121,7 +128,7 @@ def energy_dissipation(
     ValueError
         No energy is known for these parameters.
     ConvergenceError
-        The integrator fails before ``t_end``: the flow blows up.
+        The integrator fails before the end: the flow blows up.
 
     Examples
     --------
@@ -146,10 +153,10 @@ def energy_dissipation(
     check.moderate(start.points, "mu")
     check.count(n_times, "n_times", least=2)
     rate = _rate(attention, start)
-    horizon = (TURN / rate if rate > 1e-250 else 1.0) if t_end is None else check.positive(t_end, "t_end")
+    begin, end = (0.0, TURN / rate if rate > 1e-250 else 1.0) if t_span is None else check_span(t_span)
     value, log_scale = structure.energy.scaled(start)
-    times = np.linspace(0.0, horizon, n_times)
-    points, work = _integrate(attention, structure, start, times, log_scale, rtol)
+    times = np.linspace(begin, end, n_times)
+    points, work = _integrate(attention, structure, start, times - begin, log_scale, rtol)
     energies = np.empty(n_times)
     energies[0] = value
     for k in range(1, n_times):
@@ -200,7 +207,7 @@ def _integrate(
     if solution.status != 0 or solution.y.shape[1] != len(times):
         raise ConvergenceError(
             f"the flow must exist up to t = {horizon:.4g}, but the integrator stopped after "
-            f"{len(solution.t)} of {len(times)} times ({solution.message}); take a smaller t_end."
+            f"{len(solution.t)} of {len(times)} times ({solution.message}); end earlier."
         )
     return solution.y[:-1].T.reshape(len(times), *shape), solution.y[-1]
 

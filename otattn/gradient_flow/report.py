@@ -55,7 +55,7 @@ class GradientFlowReport:
         The same for covariances.
     verdict : str
         One of ``VERDICTS``.
-    tolerance : float
+    tol : float
         Defects up to it count as zero: 1e-6 as given, raised to the rounding of huge logits and to 100 times the
         tolerance of an iterative kernel.
     errors : dict
@@ -81,7 +81,7 @@ class GradientFlowReport:
     gaussian_energy: GaussianEnergy | None
     gaussian_coefficient: float | None
     verdict: str
-    tolerance: float
+    tol: float
     errors: dict[str, float]
     dissipation: EnergyDissipation | None
     attention: AttentionMap
@@ -121,7 +121,7 @@ class GradientFlowReport:
             "gaussian_energy": None if self.gaussian_energy is None else type(self.gaussian_energy).__name__,
             "gaussian_coefficient": self.gaussian_coefficient,
             "verdict": self.verdict,
-            "tolerance": self.tolerance,
+            "tol": self.tol,
             "standard_errors": dict(self.errors),
         }
 
@@ -130,19 +130,17 @@ class GradientFlowReport:
         return f"GradientFlowReport({self.verdict!r}: {shown})"
 
 
-def verdict_of(
-    field: float, wasserstein: float, twisted: float | None, bures: float | None, *, tolerance: float
-) -> str:
+def verdict_of(field: float, wasserstein: float, twisted: float | None, bures: float | None, *, tol: float) -> str:
     """The first of ``VERDICTS`` whose defect is at most the tolerance.
 
     Examples
     --------
-    >>> verdict_of(0.0, 0.5, 1e-15, None, tolerance=1e-6)
+    >>> verdict_of(0.0, 0.5, 1e-15, None, tol=1e-6)
     'gradient flow with mobility 1/Z'
     """
     defects = (wasserstein, twisted, bures, field)
     for verdict, defect in zip(VERDICTS, defects, strict=False):
-        if defect is not None and defect <= tolerance:
+        if defect is not None and defect <= tol:
             return verdict
     return VERDICTS[-1]
 

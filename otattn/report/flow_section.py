@@ -41,7 +41,8 @@ def token_flow_rows(drift: FlowStability) -> list[dict[str, Any]]:
     history = token_clusters(drift.flows[0])  # type: ignore[arg-type]
     assert drift.radii is not None
     top = float(drift.radii.max())
-    uppers = [b for b in table_of(drift.attention, radius=top, n=drift.n) if b.kind == "upper"]
+    table = table_of(drift.attention, radius=top, n=drift.n)  # type: ignore[arg-type]  # no layer depends on time here
+    uppers = [b for b in table if b.kind == "upper"]
     constant = min((b.value for b in uppers), default=math.inf)
     rows = []
     for k, t in enumerate(drift.times):

@@ -14,7 +14,7 @@ from otattn.attention.base import AttentionMap
 from otattn.distances.bures import bures_wasserstein
 from otattn.distances.conditional import conditional_wasserstein
 from otattn.distances.wasserstein import wasserstein
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability.certify import Evidence, Resolution, certify
 from otattn.stability.gaussian_margins import gaussian_margins
 
@@ -101,7 +101,7 @@ class StabilityRatio:
         )
 
 
-def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) -> StabilityRatio:
+def stability_ratio(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, *, p: float = 2) -> StabilityRatio:
     r"""The factor by which attention stretched the distance between two measures.
 
     .. math:: \frac{W_p(F(\mu), F(\nu))}{W_p(\mu, \nu)}, \qquad F(\mu) = (\Gamma_\mu)_\# \mu
@@ -151,15 +151,14 @@ def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) 
     return _analyse(attention, first, second, order)[0]
 
 
-def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[Moved, Moved]:
+def prepare_pair(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, p: float) -> tuple[Moved, Moved]:
     """The pair as measures of one kind and one space, on which ``attention`` acts and ``W_p`` is defined."""
     if not isinstance(attention, AttentionMap):
         fix = "wrap it as FunctionAttention(function)" if callable(attention) else "build one, such as SoftmaxAttention"
         raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; {fix}.")
-    gaussian = isinstance(mu, GaussianMeasure), isinstance(nu, GaussianMeasure)
     first: Moved
     second: Moved
-    if all(gaussian):
+    if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
         if p != 2.0:
             raise ValueError(
                 f"p must be 2 between Gaussian measures, received {p:g}; only W_2 has a closed "
@@ -167,7 +166,7 @@ def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[M
                 "for another order."
             )
         first, second = mu, nu
-    elif any(gaussian):
+    elif isinstance(mu, GaussianMeasure) or isinstance(nu, GaussianMeasure):
         raise TypeError("mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian.")
     else:
         first, second = attention.as_measure(mu), attention.as_measure(nu)

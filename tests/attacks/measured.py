@@ -89,7 +89,7 @@ def study(rng: np.random.Generator) -> Outcome:
         pairs = oa.samplers.uniform_ball_pairs(q.n, q.map.dim, R)
         seed = int(rng.integers(2**31))
         found = asked(lambda: oa.stability_study(q.ours, pairs, n_pairs=5, rng=seed, progress=False))
-        swept = asked(lambda: oa.sweep(q.ours, n=q.n, radius=R, n_pairs=5, seeds=seed % 1000, progress=False))
+        swept = asked(lambda: oa.sweep(q.ours, n=q.n, radius=R, n_pairs=5, rng=seed % 1000, progress=False))
         claims = [(found.lower_bound().value, found.best), *((row["certified_lower"], None) for row in swept.rows())]
         faults = []
         with digits():

@@ -67,7 +67,7 @@ def test_stability_depth_and_mean_field(tmp_path):
     study = depth_convergence(SoftmaxAttention(I2, I2), X, depths=[8, 16, 32])
     assert np.allclose(pictures.plot_depth_convergence(study).lines[0].get_ydata(), study.errors)
     law = GaussianMeasure([0.0, 0.0], I2)
-    limit = mean_field_limit(SoftmaxAttention(I2, -I2), law, sizes=[10, 20], samples=2, t_span=(0, 0.3), rng=0)
+    limit = mean_field_limit(SoftmaxAttention(I2, -I2), law, n_values=[10, 20], samples=2, t_span=(0, 0.3), rng=0)
     ax = pictures.plot_mean_field_limit(limit)
     assert len(ax.lines) == 3
     ax.figure.savefig(tmp_path / "limit.png", dpi=40)
