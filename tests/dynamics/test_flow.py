@@ -277,6 +277,11 @@ def test_the_radius_bound_is_attained():
     )
     with pytest.raises(ValueError, match="normalised kernel"):
         flow_radius_bound(ReLUAttention([[1.0]], [[1.0]]), 1.0, 1.0)
+    nested = Residual(Residual(SoftmaxAttention([[1.0]], [[1.0]]), scale=0.5), scale=0.5)  # moves by x / 2 + ...
+    with pytest.raises(ValueError, match="normalised kernel"):
+        flow_radius_bound(nested, 1.0, 1.0)
+    with pytest.raises(ValueError, match="value matrix"):
+        flow(nested, [[1.0]], t_span=(0, 1), normalization="rescaled")
     with pytest.raises(ValueError, match="non-negative"):
         flow_radius_bound(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, [-1.0])
 
