@@ -9,11 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import product_error, spectral_norm_upper
-from otattn.attention.base import Measure, finite
+from otattn.attention.base import finite
 from otattn.attention.head import Arithmetic, Head
-from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import NormalisedKernel, Projections
-from otattn.attention.normalised_jacobian import NormalisedJacobian
+from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
 from otattn.measures import GaussianMeasure
 
@@ -69,13 +67,6 @@ class L2Attention(SingleHead):
     def logits(self, x: Array, head: int = 0) -> Array:
         q, k = x @ self.Q.T, x @ self.K.T
         return np.asarray(-((q[:, None, :] - k[None, :, :]) ** 2).sum(axis=2))
-
-    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
-        atom_times = getattr(mu, "times", None) if times is not None else None
-        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=atom_times, block_size=block_size)
-
-    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """``Gamma(x) = V (I + 2 Sigma K^T K)^{-1} (alpha + 2 Sigma K^T Q x)``: Sigma is not inverted."""

@@ -106,10 +106,9 @@ class MultiHeadAttention(AttentionMap):
 
     @property
     def unmasked(self) -> AttentionMap:
-        inner = [h.unmasked for h in self.heads]
-        if all(new is old for new, old in zip(inner, self.heads, strict=True)):
+        if not self.causal:
             return self
-        return MultiHeadAttention(inner, self.outputs, output_bias=self.output_bias)
+        return MultiHeadAttention([h.unmasked for h in self.heads], self.outputs, output_bias=self.output_bias)
 
     @property
     def _kernels(self) -> int:

@@ -10,7 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Mass, Measure, Values
-from otattn.attention.kernels import Projections
+from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.kernels import NormalisedKernel, Projections
+from otattn.attention.normalised_jacobian import NormalisedJacobian
 
 __all__ = ["SingleHead", "square"]
 
@@ -39,14 +41,19 @@ class SingleHead(AttentionMap):
     def projections(self) -> Projections:
         """The affine maps of the head."""
 
-    @abstractmethod
-    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> Any: ...
+    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> Any:
+        """The weights of the atoms: normalised exponentials of the logits unless the variant says otherwise."""
+        seen = getattr(mu, "times", None) if times is not None else None
+        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=seen, block_size=block_size)
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).apply(x, times)
 
     def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._kernel(mu, times, block_size).field(x, times)
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
 
 
 def square(A: ArrayLike) -> Array:

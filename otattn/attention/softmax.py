@@ -9,11 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import FAR, cloud_centre
-from otattn.attention.base import Measure, finite
+from otattn.attention.base import finite
 from otattn.attention.head import Arithmetic, Head
-from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import NormalisedKernel, Projections
-from otattn.attention.normalised_jacobian import NormalisedJacobian
+from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead, square
 from otattn.measures import GaussianMeasure
 
@@ -168,10 +166,6 @@ class SoftmaxAttention(SingleHead):
         g = x @ self.A.T
         return np.asarray((g if self.bias is None else g + self.bias) @ x.T)
 
-    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
-        atom_times = getattr(mu, "times", None) if times is not None else None
-        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=atom_times, block_size=block_size)
-
     def _batch(self, X: Array) -> Array:
         B, n, d = X.shape
         if n > BATCH_TOKENS:  # large problems gain nothing from being stacked
@@ -192,9 +186,6 @@ class SoftmaxAttention(SingleHead):
             P /= P.sum(axis=2, keepdims=True)
             out[start : start + rows] = P @ (y @ head.V.T) + centre @ head.V.T
         return out if self.value_bias is None else out + self.value_bias
-
-    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         r"""``Gamma(x) = V (alpha + Sigma (A x + c)) + b_V`` for ``mu = N(alpha, Sigma)``.

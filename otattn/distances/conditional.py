@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn.distances.bures import bures_wasserstein
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
@@ -25,9 +26,9 @@ from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve, sparse_plan, status_of
 from otattn.distances.transport import TransportResult, transport
 from otattn.distances.wasserstein import wasserstein
-from otattn.measures import DiscreteMeasure, MeasureLike, SpaceTimeMeasure, as_spacetime
+from otattn.measures import DiscreteMeasure, GaussianMeasure, MeasureLike, SpaceTimeMeasure, as_spacetime
 
-__all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein"]
+__all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein", "distance_of"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -293,3 +294,11 @@ def _penalized(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, p: float, penalty: fl
     A, B = exact_masses(mu.weights, nu.weights)
     flow = solve(ground_cost(joint, p, A, B)[0], A, B)
     return power_mean(joint[flow.rows, flow.cols], flow.mass, p)
+
+
+def distance_of(mu: DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure, nu: Any, p: float) -> float:
+    """``W_p`` between two measures of one kind: Gaussians (p = 2), atoms with times, or atoms."""
+    if isinstance(mu, GaussianMeasure):
+        return bures_wasserstein(mu, nu)
+    distance = conditional_wasserstein if isinstance(mu, SpaceTimeMeasure) else wasserstein
+    return distance(mu, nu, p=p)

@@ -28,14 +28,14 @@ from otattn._linalg import spectral_norm_upper
 from otattn.attention import (
     AttentionMap,
 )
-from otattn.distances import bures_wasserstein, conditional_wasserstein, wasserstein
+from otattn.distances.conditional import distance_of
 from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
 from otattn.dynamics.trajectory import Trajectory
 from otattn.dynamics.velocity import Field, layer_at
 from otattn.lipschitz.catalogue import THEOREMS
 from otattn.lipschitz.table import table
-from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.measures import AnyMeasure, GaussianMeasure, SpaceTimeMeasure
 
 __all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
 
@@ -98,7 +98,7 @@ class FlowStability:
     def verify(self, *, rtol: float = 1e-6) -> bool:
         """True when the distances are those of the two flows again, and no ratio exceeds a bound (to ``rtol``)."""
         again = np.array(
-            [_distance(self.flows[0].measure(k), self.flows[1].measure(k), self.p) for k in range(len(self.times))]
+            [distance_of(self.flows[0].measure(k), self.flows[1].measure(k), self.p) for k in range(len(self.times))]
         )
         if not np.allclose(again, self.distances, rtol=1e-9, atol=0.0):
             return False
@@ -182,7 +182,7 @@ def flow_stability(
         raise TypeError("mu0 and nu0 must be of one kind, received measures with and without times; give both times.")
     if all(gaussian) and order != 2.0:
         raise ValueError(f"p must be 2 between Gaussian measures, received {p:g}; sample them for another order.")
-    if _distance(first, second, order) == 0.0:
+    if distance_of(first, second, order) == 0.0:
         raise ValueError("mu0 and nu0 must be different, received two equal measures: the ratio is 0/0; perturb one.")
     flows: Any
     if all(gaussian):
@@ -193,7 +193,7 @@ def flow_stability(
         )
     ended = min(flows, key=lambda f: len(f.times))
     times = times[: len(ended.times)]
-    distances = np.array([_distance(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])
+    distances = np.array([distance_of(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])
     radii, caps, n = None, None, None
     found: dict[str, Array] = {}
     if not all(gaussian):
@@ -310,12 +310,3 @@ def _equal_atoms(mu: Any, nu: Any) -> int | None:
     if isinstance(mu, SpaceTimeMeasure) and len(np.unique(mu.times)) < mu.n:
         return None
     return int(mu.n)
-
-
-def _distance(mu: Any, nu: Any, p: float) -> float:
-    if isinstance(mu, GaussianMeasure):
-        return bures_wasserstein(mu, nu)
-    if isinstance(mu, SpaceTimeMeasure):
-        return conditional_wasserstein(mu, nu, p=p)
-    assert isinstance(mu, DiscreteMeasure)
-    return wasserstein(mu, nu, p=p)

@@ -244,24 +244,10 @@ def field_of(attention: AttentionMap) -> GaussianField | None:
     return None
 
 
-@field_of.register
-def _softmax(attention: SoftmaxAttention) -> GaussianField:
-    return SoftmaxField(attention.A, attention.V, attention.bias, attention.value_bias)
-
-
-@field_of.register
-def _linear(attention: LinearAttention) -> GaussianField:
-    return LinearField(attention.A, attention.V)
-
-
-@field_of.register
-def _l2(attention: L2Attention) -> GaussianField:
-    return L2Field(attention.Q, attention.K, attention.V)
-
-
-@field_of.register
-def _sinkhorn(attention: SinkhornAttention) -> GaussianField:
-    return SinkhornField(attention.A, attention.V)
+field_of.register(SoftmaxAttention, lambda a: SoftmaxField(a.A, a.V, a.bias, a.value_bias))
+field_of.register(LinearAttention, lambda a: LinearField(a.A, a.V))
+field_of.register(L2Attention, lambda a: L2Field(a.Q, a.K, a.V))
+field_of.register(SinkhornAttention, lambda a: SinkhornField(a.A, a.V))
 
 
 @field_of.register

@@ -105,24 +105,19 @@ def _softmax(attention: SoftmaxAttention) -> KnownStructure | None:
     return KnownStructure(ExponentialEnergy(form, bias=attention.bias), c, True)
 
 
-def _gradient(attention: Any, energy: Callable[..., Energy], **options: Any) -> KnownStructure | None:
+def _gradient(attention: Any, energy: Callable[[Array], Energy]) -> KnownStructure | None:
     """A Wasserstein gradient: symmetric A and ``V = c A``."""
     found = _proportional(attention.V, attention.A)
-    return None if found is None else KnownStructure(energy(found[0], **options), found[1], False)
+    return None if found is None else KnownStructure(energy(found[0]), found[1], False)
 
 
-@known_structure.register
-def _sinkhorn(attention: SinkhornAttention) -> KnownStructure | None:
-    return _gradient(attention, SinkhornEnergy, tol=attention.tol, max_iter=attention.max_iter)
-
-
-for _kind, _energy in (
-    (ExponentialAttention, ExponentialEnergy),
-    (LinearAttention, LinearEnergy),
-    (ReLUAttention, ReLUEnergy),
-    (SigmoidAttention, SigmoidEnergy),
-):
-    known_structure.register(_kind, partial(_gradient, energy=_energy))
+known_structure.register(
+    SinkhornAttention, lambda a: _gradient(a, partial(SinkhornEnergy, tol=a.tol, max_iter=a.max_iter))
+)
+known_structure.register(ExponentialAttention, partial(_gradient, energy=ExponentialEnergy))
+known_structure.register(LinearAttention, partial(_gradient, energy=LinearEnergy))
+known_structure.register(ReLUAttention, partial(_gradient, energy=ReLUEnergy))
+known_structure.register(SigmoidAttention, partial(_gradient, energy=SigmoidEnergy))
 
 
 def unwrapped(attention: AttentionMap) -> AttentionMap:
@@ -161,16 +156,14 @@ def _gaussian_l2(attention: L2Attention) -> tuple[GaussianEnergy, float] | None:
     return None if a is None or c is None else (GaussianL2Energy(attention.K), a * c)
 
 
-@known_gaussian_structure.register
-def _gaussian_form(attention: SoftmaxAttention | LinearAttention) -> tuple[GaussianEnergy, float] | None:
+def _gaussian_form(attention: Any, energy: Callable[[Array], GaussianEnergy]) -> tuple[GaussianEnergy, float] | None:
     found = _proportional(attention.V, attention.A)
-    return None if found is None else (GaussianSoftmaxEnergy(found[0]), found[1])
+    return None if found is None else (energy(found[0]), found[1])
 
 
-@known_gaussian_structure.register
-def _gaussian_sinkhorn(attention: SinkhornAttention) -> tuple[GaussianEnergy, float] | None:
-    found = _proportional(attention.V, attention.A)
-    return None if found is None else (GaussianSinkhornEnergy(found[0]), found[1])
+known_gaussian_structure.register(SoftmaxAttention, partial(_gaussian_form, energy=GaussianSoftmaxEnergy))
+known_gaussian_structure.register(LinearAttention, partial(_gaussian_form, energy=GaussianSoftmaxEnergy))
+known_gaussian_structure.register(SinkhornAttention, partial(_gaussian_form, energy=GaussianSinkhornEnergy))
 
 
 def _proportional(V: Array, A: Array) -> tuple[Array, float] | None:

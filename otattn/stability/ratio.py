@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._tabular import html_table
 from otattn.attention.base import AttentionMap
-from otattn.distances.bures import bures_wasserstein
-from otattn.distances.conditional import conditional_wasserstein
-from otattn.distances.wasserstein import wasserstein
+from otattn.distances.conditional import distance_of
 from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability.certify import Evidence, Resolution, certify
 from otattn.stability.gaussian_margins import gaussian_margins
@@ -186,30 +184,22 @@ def image_distances(
 
     ``(0, 0)`` when the measures are equal, or closer than ``resolution`` times the size of ``mu``.
     """
-    denominator = _distance(mu, nu, p)
+    denominator = distance_of(mu, nu, p)
     if denominator == 0.0 or denominator < resolution * extent(mu):
         return 0.0, 0.0
-    return _distance(attention.pushforward(mu), attention.pushforward(nu), p), denominator
-
-
-def _distance(mu: Any, nu: Any, p: float) -> float:
-    if isinstance(mu, GaussianMeasure):
-        return bures_wasserstein(mu, nu)
-    if isinstance(mu, SpaceTimeMeasure):
-        return conditional_wasserstein(mu, nu, p=p)
-    return wasserstein(mu, nu, p=p)
+    return distance_of(attention.pushforward(mu), attention.pushforward(nu), p), denominator
 
 
 def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[StabilityRatio, Evidence]:
     """The ratio of a prepared pair, with its evidence."""
-    denominator = _distance(mu, nu, p)
+    denominator = distance_of(mu, nu, p)
     if denominator == 0.0:
         raise ValueError(
             "mu and nu must be different measures, received two equal ones: the stability ratio is then 0/0; "
             "perturb one, or use local_lipschitz for the limit of close measures."
         )
     images: tuple[Any, Any] = (attention.pushforward(mu), attention.pushforward(nu))
-    numerator = _distance(*images, p)
+    numerator = distance_of(*images, p)
     if not np.isfinite(numerator / denominator):
         raise OverflowError(
             f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take measures further apart."
