@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         X = np.random.default_rng(seed).uniform(-5.0, 5.0, (40, 2))
         run = oa.flow(attention, X, t_span=(0.0, END), normalization="rescaled", t_eval=times)
         last = run.points[-1]
-        count = int(oa.clusters(run, tol=1e-3).counts[-1])
+        count = int(oa.token_clusters(run, tol=1e-3).counts[-1])
         polytope = oa.limit_polytope(run)
         corners.append((count, polytope.n_vertices))
         distance = np.linalg.norm(run.points - last, axis=2).max(axis=1)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     A = table.report("softmax", "V = A").attention.A
     _, axes = panels(2)
     for ax, attention in zip(axes, (oa.SoftmaxAttention(A, A), oa.SinkhornAttention(A, -A)), strict=True):
-        balance = oa.energy_dissipation(attention, X, t_end=0.3, n_times=11)
+        balance = oa.energy_dissipation(attention, X, t_span=(0.0, 0.3), n_times=11)
         assert balance.defect < 1e-6, f"the energy balance should hold, received a defect of {balance.defect:.1e}"
         oa.plotting.plot_energy_dissipation(balance, ax=ax)
         name = type(attention).__name__.removesuffix("Attention")

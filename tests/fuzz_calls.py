@@ -202,14 +202,14 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "wasserstein": (3, lambda: oa.wasserstein(g.discrete(), g.discrete(), p=p())),
         "wasserstein_batch": (2, lambda: oa.wasserstein_batch(g.array(3, g.n, g.d), g.array(3, g.n, g.d), p=p())),
         "transport": (2, lambda: oa.transport(g.discrete(), g.discrete(), p=p()).gap),
-        "transport_plan": (1, lambda: oa.transport_plan(g.weights(), g.weights(), g.array(g.n, g.n))),
+        "transport_from_cost": (1, lambda: oa.transport_from_cost(g.weights(), g.weights(), g.array(g.n, g.n))),
         "conditional_wasserstein": (
             2,
             lambda: oa.conditional_wasserstein(g.sequence(), g.sequence(), p=p(), time_tol=g.number(1e-12, 0.0, 0.1)),
         ),
         "conditional_transport": (1, lambda: oa.conditional_transport(g.sequence(), g.sequence(), p=p())),
         "bures_wasserstein": (2, lambda: oa.bures_wasserstein(g.gaussian(), g.gaussian())),
-        "bures_distance": (2, lambda: oa.bures_distance(g.symmetric(), g.symmetric())),
+        "covariance_distance": (2, lambda: oa.covariance_distance(g.symmetric(), g.symmetric())),
         "bures_geodesic": (1, lambda: oa.bures_geodesic(g.gaussian(), g.gaussian(), g.number(0.0, 0.5, 1.0))),
         "gaussian_transport_map": (1, lambda: oa.gaussian_transport_map(g.gaussian(), g.gaussian())),
         "attention": (3, lambda: g.attention()(g.points(), g.discrete())),
@@ -352,9 +352,9 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
                 ).worst
             ),
         ),
-        "clusters": (
+        "token_clusters": (
             0.2,
-            lambda: oa.clusters(
+            lambda: oa.token_clusters(
                 oa.flow(g.softmax(), g.discrete(), t_span=(0.0, 0.2)), tol=g.number(None, 0.1)
             ).counts.astype(float),
         ),
@@ -364,7 +364,7 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
                 oa.limit_polytope(oa.flow(g.softmax(), g.discrete(), t_span=(0.0, 0.2)), tol=g.number(1e-3)).n_vertices
             ),
         ),
-        "radius_bound": (0.5, lambda: oa.radius_bound(g.attention(), g.number(1.0), g.number(0.5, 1.0))),
+        "flow_radius_bound": (0.5, lambda: oa.flow_radius_bound(g.attention(), g.number(1.0), g.number(0.5, 1.0))),
         "covariance_tangent": (0.5, lambda: oa.covariance_tangent(g.attention(), g.symmetric())),
     }
 

@@ -9,7 +9,7 @@ QUICK = (
     "DiscreteMeasure",
     "wasserstein",
     "wasserstein_batch",
-    "bures_distance",
+    "covariance_distance",
     "attention",
     "pushforward",
     "bounds.table",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,19 +11,45 @@ from numpy.typing import ArrayLike, NDArray
 from otattn import _validate as check
 from otattn._files.saved import Saved
 from otattn.attention.jacobian import JacobianOperator
-from otattn.errors import NotGaussianPreservingError
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete, as_spacetime
+from otattn.errors import NoJacobianError, NotGaussianPreservingError
+from otattn.measures import (
+    AnyMeasure,
+    DiscreteMeasure,
+    GaussianMeasure,
+    MeasureLike,
+    SpaceTimeMeasure,
+    as_discrete,
+    as_spacetime,
+)
 
 if TYPE_CHECKING:
     from otattn.attention.head import Arithmetic, Head
 
-__all__ = ["MEMORY_BUDGET", "AttentionMap", "Measure", "block_rows"]
+__all__ = ["MEMORY_BUDGET", "AttentionMap", "Drift", "Mass", "Measure", "Values", "block_rows", "finite"]
 
 Array = NDArray[np.float64]
 Measure = DiscreteMeasure | SpaceTimeMeasure
+Mass = Literal["one", "at most one", "any"]
+"""The total weight that a token gives to the atoms."""
 
 MEMORY_BUDGET = 256 * 2**20
 """Bytes that the row blocks of one evaluation may take together (n x n arrays are only built below it)."""
+
+
+class Values(NamedTuple):
+    """A term of a map: the average of ``V y + bias`` with the weights that a token gives to the atoms y."""
+
+    V: Array
+    bias: Array | None
+    mass: Mass
+
+
+class Drift(NamedTuple):
+    """What moves the tokens of a flow: ``scale * map(x) - skip * x``."""
+
+    map: AttentionMap
+    scale: float = 1.0
+    skip: float = 0.0
 
 
 class AttentionMap(Saved, ABC):
@@ -31,17 +57,31 @@ class AttentionMap(Saved, ABC):
 
     Subclasses are immutable. A measure is a :class:`DiscreteMeasure`, an ``(n, d)`` array (uniform weights)
     or, for causal maps, a :class:`SpaceTimeMeasure` (an array is then the sequence of its rows).
+
+    A new map is one class. It must have ``_apply``; with ``_jacobian`` and ``_field`` it has local constants, lower bounds
+    and gradient-flow checks. What else is known of it are methods too (:meth:`values`, :meth:`in_coordinates`,
+    :meth:`logits`, :meth:`gaussian_affine`), which say by default that nothing is; and what is known of it on higher
+    floors is registered there, with ``gradient_flow.known.known_structure``, ``known_gaussian_structure``,
+    ``gradient_flow.twisted.log_kernel``, ``dynamics.gaussian_fields.field_of`` and ``lipschitz.catalogue.theorem``.
     """
 
-    @property
-    @abstractmethod
-    def in_dim(self) -> int | None:
-        """Dimension d of the tokens (None when any will do)."""
+    maskable: bool = False
+    """True when the map has a causal form: ``_apply``, ``_field`` and ``_jacobian`` obey ``times``."""
 
     @property
-    @abstractmethod
+    def in_dim(self) -> int | None:
+        """Dimension d of the tokens (None when any will do)."""
+        return None
+
+    @property
     def out_dim(self) -> int | None:
         """Dimension e of the values (None when it equals that of the tokens)."""
+        return None
+
+    @property
+    def kind(self) -> str:
+        """The name of the map, for messages."""
+        return type(self).__name__
 
     @property
     def causal(self) -> bool:
@@ -53,11 +93,17 @@ class AttentionMap(Saved, ABC):
     @abstractmethod
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array: ...
 
-    @abstractmethod
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array: ...
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        raise self._no_jacobian("field_jacobian", "_field")
 
-    @abstractmethod
-    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator: ...
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        raise self._no_jacobian("jacobian", "_jacobian")
+
+    def _no_jacobian(self, what: str, method: str) -> NoJacobianError:
+        return NoJacobianError(
+            f"{what} needs a map with an analytic Jacobian, received {type(self).__name__}, of which only values are known; "
+            f"use stability_ratio or stability_study, or write the map as a class with {method}."
+        )
 
     def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
         """The heads whose sum the map is (:func:`otattn.attention.head.heads_of`); none when it is no such sum."""
@@ -68,7 +114,46 @@ class AttentionMap(Saved, ABC):
         """How many n x n arrays a Jacobian of this map would like to keep."""
         return 1
 
-    def as_measure(self, mu: Any) -> Measure:
+    @property
+    def _tol(self) -> float:
+        """Relative error of the values beyond rounding (of an iteration that ends)."""
+        return 0.0
+
+    @property
+    def unmasked(self) -> AttentionMap:
+        """The map under a mask (what a causal map is on a single time slice); the map itself without one."""
+        return self
+
+    @property
+    def drift(self) -> Drift:
+        """What moves the tokens of a flow: the map; the increment of a layer that holds its skip connection."""
+        return Drift(self)
+
+    def values(self) -> tuple[Values, ...] | None:
+        """The terms of the map, a sum of weighted averages of affine values; None when it is not known to be one."""
+        return None
+
+    def in_coordinates(self, E: Array, left: Array) -> AttentionMap:
+        """The map of the same kind on tokens z with ``x = E z`` and values ``left v``: ``z -> left Gamma(E z)``.
+
+        Raises
+        ------
+        ValueError
+            The map has no such form.
+        """
+        raise ValueError(f"attention must be built of attention heads to change coordinates, received {self.kind}.")
+
+    def logits(self, x: Array, head: int = 0) -> Array:
+        """Logits ``(n, n)`` of the tokens ``x (n, d)`` among themselves, up to a term constant in each row.
+
+        Raises
+        ------
+        ValueError
+            The map has no normalised logits, or no such head.
+        """
+        raise ValueError(f"logits are those of softmax or L2 attention (or heads of it), received {self.kind}.")
+
+    def as_measure(self, mu: AnyMeasure) -> Measure:
         """``mu`` as the kind of measure that the map acts on, with its dimension checked."""
         if isinstance(mu, GaussianMeasure):
             raise TypeError(
@@ -101,7 +186,7 @@ class AttentionMap(Saved, ABC):
         return mu.times
 
     def __call__(
-        self, x: ArrayLike, mu: Any, *, times: ArrayLike | None = None, block_size: int | None = None
+        self, x: ArrayLike, mu: MeasureLike, *, times: ArrayLike | None = None, block_size: int | None = None
     ) -> Array:
         """``Gamma_mu`` at the rows of ``x (m, d)``; returns ``(m, e)``.
 
@@ -126,13 +211,13 @@ class AttentionMap(Saved, ABC):
         rows = check.points(x, "x", dim=measure.dim)
         clock, rows_at_once = self._times(rows, measure, times), _block(block_size)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _finite(self._apply(rows, measure, clock, rows_at_once))
+            return finite(self._apply(rows, measure, clock, rows_at_once))
 
     def _at_atoms(self, measure: Measure) -> Array:
         """The values at the atoms themselves (the array is passed on uncopied: compositions recognise it)."""
         clock = self._times(measure.points, measure, None)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _finite(self._apply(measure.points, measure, clock, None))
+            return finite(self._apply(measure.points, measure, clock, None))
 
     @overload
     def pushforward(self, mu: GaussianMeasure) -> GaussianMeasure: ...
@@ -175,12 +260,12 @@ class AttentionMap(Saved, ABC):
             raise ValueError(f"X must hold at least one problem, token and coordinate, received shape {batch.shape}.")
         check.points(batch[0], "X", dim=self.in_dim)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _finite(self._batch(batch))
+            return finite(self._batch(batch))
 
     def _batch(self, X: Array) -> Array:
         return np.stack([self.on_tokens(x) for x in X])
 
-    def jacobian(self, mu: Any, *, block_size: int | None = None) -> JacobianOperator:
+    def jacobian(self, mu: MeasureLike, *, block_size: int | None = None) -> JacobianOperator:
         """``D_X f`` at the atoms of ``mu`` (weights kept fixed), a linear operator ``(n d,) -> (n e,)``.
 
         The kernels of all heads and layers are kept between products when together they fit half the memory
@@ -193,14 +278,14 @@ class AttentionMap(Saved, ABC):
         return self._jacobian(measure, self._times(measure.points, measure, None), rows)
 
     def field_jacobian(
-        self, x: ArrayLike, mu: Any, *, times: ArrayLike | None = None, block_size: int | None = None
+        self, x: ArrayLike, mu: MeasureLike, *, times: ArrayLike | None = None, block_size: int | None = None
     ) -> Array:
         """``D_x Gamma_mu(x)`` at the rows of ``x (m, d)``, the measure kept fixed; returns ``(m, e, d)``."""
         measure = self.as_measure(mu)
         rows = check.points(x, "x", dim=measure.dim)
         clock, rows_at_once = self._times(rows, measure, times), _block(block_size)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _finite(self._field(rows, measure, clock, rows_at_once))
+            return finite(self._field(rows, measure, clock, rows_at_once))
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """Matrix ``G (e, d)`` and offset ``b (e,)`` with ``Gamma_mu(x) = G x + b`` for a Gaussian ``mu``."""
@@ -219,7 +304,8 @@ def block_rows(m: int, n: int, width: int = 4) -> int:
     return max(1, min(m, fit, max(256, 2**21 // max(n, 1))))
 
 
-def _finite(values: Array) -> Array:
+def finite(values: Array) -> Array:
+    """The values; an OverflowError where float64 cannot say them."""
     if not np.isfinite(values).all():
         raise OverflowError(
             "a value of the map is not representable in float64; scale the tokens, A or V down, or use a "

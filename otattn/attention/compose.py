@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import AttentionMap, Drift, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.measures import GaussianMeasure, SpaceTimeMeasure
 
@@ -65,6 +65,18 @@ class Residual(AttentionMap):
     @property
     def _kernels(self) -> int:
         return self.map._kernels
+
+    @property
+    def _tol(self) -> float:
+        return self.map._tol
+
+    @property
+    def drift(self) -> Drift:
+        return Drift(self.map, self.scale)
+
+    def in_coordinates(self, E: Array, left: Array) -> AttentionMap:
+        """For ``left`` the inverse of E, which leaves ``x`` in ``x + scale Gamma(x)`` alone."""
+        return Residual(self.map.in_coordinates(E, left), scale=self.scale)
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return x + self.scale * self.map._apply(x, mu, times, block_size)
@@ -138,6 +150,10 @@ class Compose(AttentionMap):
     @property
     def _kernels(self) -> int:
         return sum(m._kernels for m in self.maps)
+
+    @property
+    def _tol(self) -> float:
+        return max(m._tol for m in self.maps)
 
     def _stages(self, mu: Measure, block_size: int | None) -> list[Measure]:
         """The measure before each map."""
@@ -245,3 +261,7 @@ class TransformerBlock(Compose):
 
     def _rebuilt(self) -> Compose:
         return Compose(*self.maps)
+
+    @property
+    def drift(self) -> Drift:
+        return Drift(self, skip=1.0)

@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn.attention.base import AttentionMap, Measure
-from otattn.attention.jacobian import JacobianOperator
-from otattn.errors import NoJacobianError
 
 __all__ = ["FunctionAttention"]
 
@@ -64,11 +62,6 @@ class FunctionAttention(AttentionMap):
         object.__setattr__(self, "value_dim", None if value_dim is None else check.count(value_dim, "value_dim"))
 
     @property
-    def in_dim(self) -> None:
-        """Any dimension: the function sees what it is given."""
-        return None
-
-    @property
     def out_dim(self) -> int | None:
         return self.value_dim
 
@@ -81,19 +74,6 @@ class FunctionAttention(AttentionMap):
             )
         return values
 
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        raise _no_jacobian("field_jacobian")
-
-    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        raise _no_jacobian("jacobian")
-
     def __repr__(self) -> str:
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         return f"FunctionAttention({name}{'' if self.value_dim is None else f', value_dim={self.value_dim}'})"
-
-
-def _no_jacobian(what: str) -> NoJacobianError:
-    return NoJacobianError(
-        f"{what} needs a map with an analytic Jacobian, received FunctionAttention, of which only values are known; "
-        "use stability_ratio or stability_study, or write the map with the attention classes of otattn."
-    )

@@ -9,11 +9,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import product_error, spectral_norm_upper
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import finite
 from otattn.attention.head import Arithmetic, Head
-from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import NormalisedKernel, Projections
-from otattn.attention.normalised_jacobian import NormalisedJacobian
+from otattn.attention.kernels import Projections
+from otattn.attention.single_head import SingleHead
 from otattn.measures import GaussianMeasure
 
 __all__ = ["L2Attention"]
@@ -22,7 +21,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class L2Attention(AttentionMap):
+class L2Attention(SingleHead):
     r"""L2 self-attention, ``P(x, dy)`` proportional to ``exp(-|Q x - K y|^2) mu(dy)``.
 
     Parameters
@@ -51,14 +50,6 @@ class L2Attention(AttentionMap):
         object.__setattr__(self, "K", check.frozen(check.matrix(K, "K", shape=q.shape)))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, q.shape[1]))))
 
-    @property
-    def in_dim(self) -> int:
-        return int(self.V.shape[1])
-
-    @property
-    def out_dim(self) -> int:
-        return int(self.V.shape[0])
-
     def projections(self) -> Projections:
         """The affine maps of the head: ``-|Qx - Ky|^2 = <2Qx, Ky> - |Ky|^2`` up to a term constant in y."""
         return Projections(2.0 * self.Q, self.K, self.V, quadratic=True)
@@ -70,18 +61,12 @@ class L2Attention(AttentionMap):
         error = 0.0 if head.exact else 2.0 * product_error(self.K.T, self.Q) / max(spectral_norm_upper(head.A), 1e-300)
         return (replace(head, H=K.T @ K, error=min(1.0, error)),)
 
-    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
-        atom_times = getattr(mu, "times", None) if times is not None else None
-        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=atom_times, block_size=block_size)
+    def in_coordinates(self, E: Array, left: Array) -> L2Attention:
+        return L2Attention(finite(self.Q @ E), finite(self.K @ E), finite(left @ self.V @ E))
 
-    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).apply(x, times)
-
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).field(x, times)
-
-    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
+    def logits(self, x: Array, head: int = 0) -> Array:
+        q, k = x @ self.Q.T, x @ self.K.T
+        return np.asarray(-((q[:, None, :] - k[None, :, :]) ** 2).sum(axis=2))
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """``Gamma(x) = V (I + 2 Sigma K^T K)^{-1} (alpha + 2 Sigma K^T Q x)``: Sigma is not inverted."""

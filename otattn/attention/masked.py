@@ -7,30 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import AttentionMap, Measure, Values
 from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.l2 import L2Attention
-from otattn.attention.multihead import MultiHeadAttention
-from otattn.attention.pointwise import PointwiseAttention
-from otattn.attention.softmax import SoftmaxAttention
 
 __all__ = ["MaskedAttention"]
 
 Array = NDArray[np.float64]
-
-
-def _maskable(attention: AttentionMap) -> bool:
-    if isinstance(attention, MultiHeadAttention):
-        return all(_maskable(h) for h in attention.heads)
-    return isinstance(attention, (SoftmaxAttention, L2Attention, PointwiseAttention))
-
-
-def _describe(attention: AttentionMap) -> str:
-    name = type(attention).__name__
-    if isinstance(attention, MultiHeadAttention):
-        return f"{name} of {sorted({_describe(h) for h in attention.heads})}"
-    return f"masked {name}" if isinstance(attention, AttentionMap) and attention.causal else name
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -56,6 +39,7 @@ class MaskedAttention(AttentionMap):
 
     Examples
     --------
+    >>> from otattn.attention import SoftmaxAttention
     >>> masked = MaskedAttention(SoftmaxAttention([[0.0]], [[1.0]]))
     >>> masked.on_tokens([[1.0], [3.0]]).ravel()
     array([1., 2.])
@@ -68,10 +52,11 @@ class MaskedAttention(AttentionMap):
     attention: AttentionMap
 
     def __init__(self, attention: AttentionMap) -> None:
-        if not isinstance(attention, AttentionMap) or attention.causal or not _maskable(attention):
+        if not isinstance(attention, AttentionMap) or attention.causal or not attention.maskable:
+            kind = attention.kind if isinstance(attention, AttentionMap) else type(attention).__name__
             raise TypeError(
                 "attention must be softmax, L2, pointwise or multi-head attention without a mask, received "
-                f"{_describe(attention)}; Sinkhorn kernels and compositions have no causal form."
+                f"{kind}; Sinkhorn kernels and compositions have no causal form."
             )
         object.__setattr__(self, "attention", attention)
 
@@ -86,6 +71,23 @@ class MaskedAttention(AttentionMap):
     @property
     def causal(self) -> bool:
         return True
+
+    @property
+    def kind(self) -> str:
+        return f"MaskedAttention({self.attention.kind})"
+
+    @property
+    def unmasked(self) -> AttentionMap:
+        return self.attention
+
+    def values(self) -> tuple[Values, ...] | None:
+        return self.attention.values()
+
+    def in_coordinates(self, E: Array, left: Array) -> MaskedAttention:
+        return MaskedAttention(self.attention.in_coordinates(E, left))
+
+    def logits(self, x: Array, head: int = 0) -> Array:
+        return self.attention.logits(x, head)
 
     @property
     def _kernels(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import AttentionMap, Measure, Values, finite
 from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
 from otattn.measures import GaussianMeasure
@@ -97,6 +97,20 @@ class MultiHeadAttention(AttentionMap):
         return self.heads[0].causal
 
     @property
+    def kind(self) -> str:
+        return f"MultiHeadAttention({', '.join(sorted({h.kind for h in self.heads}))})"
+
+    @property
+    def maskable(self) -> bool:  # type: ignore[override]
+        return all(h.maskable for h in self.heads)
+
+    @property
+    def unmasked(self) -> AttentionMap:
+        if not self.causal:
+            return self
+        return MultiHeadAttention([h.unmasked for h in self.heads], self.outputs, output_bias=self.output_bias)
+
+    @property
     def _kernels(self) -> int:
         return sum(h._kernels for h in self.heads)
 
@@ -104,6 +118,42 @@ class MultiHeadAttention(AttentionMap):
         parts = [head._heads(arithmetic) for head in self.heads]
         outputs = self.outputs or (None,) * len(parts)
         return tuple(h.with_output(W) for found, W in zip(parts, outputs, strict=True) for h in found if all(parts))
+
+    @property
+    def _tol(self) -> float:
+        return max(h._tol for h in self.heads)
+
+    def folded(self) -> tuple[AttentionMap, ...]:
+        """The heads, each with its output matrix multiplied into its values."""
+        if self.outputs is None:
+            return self.heads
+        return tuple(
+            h.in_coordinates(np.eye(self.in_dim or 1), W) for h, W in zip(self.heads, self.outputs, strict=True)
+        )
+
+    def values(self) -> tuple[Values, ...] | None:
+        out: list[Values] = []
+        for i, head in enumerate(self.heads):
+            terms = head.values()
+            if terms is None:
+                return None
+            W = None if self.outputs is None else self.outputs[i]
+            out += terms if W is None else [Values(W @ V, b if b is None else W @ b, mass) for V, b, mass in terms]
+        if self.output_bias is not None:
+            out.append(Values(np.zeros_like(out[0].V), self.output_bias, "one"))
+        return tuple(out)
+
+    def in_coordinates(self, E: Array, left: Array) -> MultiHeadAttention:
+        # values first mapped by each head's output matrix, so that all live in the space of the tokens
+        outputs = self.outputs or [np.eye(left.shape[1])] * len(self.heads)
+        heads = [h.in_coordinates(E, left @ W) for h, W in zip(self.heads, outputs, strict=True)]
+        bias = None if self.output_bias is None else finite(left @ self.output_bias)
+        return MultiHeadAttention(heads, output_bias=bias)
+
+    def logits(self, x: Array, head: int = 0) -> Array:
+        if not 0 <= head < len(self.heads):
+            raise ValueError(f"head must be below the number of heads {len(self.heads)}, received {head}.")
+        return self.heads[head].logits(x)
 
     def _output(self, h: int, values: Array) -> Array:
         return values if self.outputs is None else values @ self.outputs[h].T

@@ -12,10 +12,11 @@ from scipy.special import expit
 
 from otattn import _validate as check
 from otattn.attention import base
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import Mass, Measure, finite
 from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import Kernel, Projections, blocks
+from otattn.attention.single_head import SingleHead, square
 from otattn.measures import GaussianMeasure
 
 __all__ = [
@@ -157,7 +158,7 @@ def _expit_derivative(S: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class PointwiseAttention(AttentionMap):
+class PointwiseAttention(SingleHead):
     r"""``Gamma_mu(x) = V int h(<A x, y>) y dmu(y)``; the base of the unnormalised variants.
 
     Parameters
@@ -169,21 +170,12 @@ class PointwiseAttention(AttentionMap):
     A: Array
     V: Array
     h: ClassVar[Pointwise]
+    mass: ClassVar[Mass] = "any"
 
     def __init__(self, A: ArrayLike, V: ArrayLike) -> None:
-        form = check.matrix(A, "A")
-        if form.shape[0] != form.shape[1]:
-            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q.")
+        form = square(A)
         object.__setattr__(self, "A", check.frozen(form))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, len(form)))))
-
-    @property
-    def in_dim(self) -> int:
-        return int(self.V.shape[1])
-
-    @property
-    def out_dim(self) -> int:
-        return int(self.V.shape[0])
 
     @property
     def _kernels(self) -> int:
@@ -196,17 +188,14 @@ class PointwiseAttention(AttentionMap):
     def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
         return (Head.of(self, self.A, self.V, arithmetic=arithmetic),)
 
+    def in_coordinates(self, E: Array, left: Array) -> PointwiseAttention:
+        return type(self)(finite(E.T @ self.A @ E), finite(left @ self.V @ E))
+
     def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> PointwiseKernel:
         atom_times = getattr(mu, "times", None) if times is not None else None
         return PointwiseKernel(
             self.projections(), self.h, mu.points, mu.weights, times=atom_times, block_size=block_size
         )
-
-    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).apply(x, times)
-
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).field(x, times)
 
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
         return self._kernel(mu, times, block_size).jacobian(times)
@@ -222,6 +211,7 @@ class SigmoidAttention(PointwiseAttention):
     """
 
     h = Pointwise(lambda S: np.asarray(expit(S)), _expit_derivative)
+    mass = "at most one"
 
 
 class ReLUAttention(PointwiseAttention):

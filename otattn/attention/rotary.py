@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import Measure, finite
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.normalised_jacobian import NormalisedJacobian, _apply_softmax_derivative
+from otattn.attention.single_head import SingleHead
 from otattn.measures import SpaceTimeMeasure
 
 __all__ = ["RotaryAttention"]
@@ -21,7 +22,7 @@ LAYOUTS = ("adjacent", "half")
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class RotaryAttention(AttentionMap):
+class RotaryAttention(SingleHead):
     r"""Softmax attention whose queries and keys are turned by angles proportional to their positions.
 
     A token x at position i and a token y at position j have the logit
@@ -96,6 +97,7 @@ class RotaryAttention(AttentionMap):
     layout: str
     length: float | None
     masked: bool
+    maskable = False
 
     def __init__(
         self,
@@ -144,27 +146,28 @@ class RotaryAttention(AttentionMap):
             object.__setattr__(self, name, value)
 
     @property
-    def in_dim(self) -> int:
-        return int(self.V.shape[1])
-
-    @property
-    def out_dim(self) -> int:
-        return int(self.V.shape[0])
-
-    @property
     def causal(self) -> bool:
         """True: the map needs the times of its atoms, also without a mask."""
         return True
 
+    def projections(self) -> Projections:
+        """The affine maps of the head before its queries and keys are turned; its key bias is apart."""
+        bq = None if self.query_bias is None else self.scale * self.query_bias
+        return Projections(self.scale * self.Q, self.K, self.V, bq, self.value_bias)
+
+    def in_coordinates(self, E: Array, left: Array) -> RotaryAttention:
+        parts = {"Q": finite(self.Q @ E), "K": finite(self.K @ E), "V": finite(left @ self.V @ E)}
+        if self.value_bias is not None:
+            parts["value_bias"] = finite(left @ self.value_bias)
+        return self._with(parts)
+
     def with_factors(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> RotaryAttention:
         """The same scale, biases, frequencies, layout and mask with other matrices, ``(k, d')``, ``(k, d')``, ``(e, d')``."""
-        k, e = len(self.Q), len(self.V)
-        q = check.matrix(Q, "Q", shape=(k, None))
-        parts = {
-            "Q": q,
-            "K": check.matrix(K, "K", shape=q.shape),
-            "V": check.matrix(V, "V", shape=(e, q.shape[1])),
-        }
+        q = check.matrix(Q, "Q", shape=(len(self.Q), None))
+        keys, values = check.matrix(K, "K", shape=q.shape), check.matrix(V, "V", shape=(len(self.V), q.shape[1]))
+        return self._with({"Q": q, "K": keys, "V": values})
+
+    def _with(self, parts: dict[str, Array]) -> RotaryAttention:
         out = object.__new__(RotaryAttention)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -194,17 +197,11 @@ class RotaryAttention(AttentionMap):
         assert isinstance(mu, SpaceTimeMeasure)
         return len(np.unique(mu.times[mu.weights > 0])) * times
 
-    def _kernel(self, mu: Measure, block_size: int | None) -> _RotaryKernel:
+    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> _RotaryKernel:
         return _RotaryKernel(self, mu, block_size)
 
-    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, block_size).apply(x, times)
-
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, block_size).field(x, times)
-
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return _RotaryJacobian(self._kernel(mu, block_size), times).operator()
+        return _RotaryJacobian(self._kernel(mu, times, block_size), times).operator()
 
 
 def rotate(z: Array, angles: Array, layout: str) -> Array:
@@ -231,9 +228,7 @@ class _RotaryKernel(NormalisedKernel):
 
     def __init__(self, map: RotaryAttention, mu: Measure, block_size: int | None) -> None:
         assert isinstance(mu, SpaceTimeMeasure)
-        s, bq = map.scale, map.query_bias
-        head = Projections(s * map.Q, map.K, map.V, None if bq is None else s * bq, map.value_bias)
-        super().__init__(head, mu.points, mu.weights, times=mu.times, block_size=block_size)
+        super().__init__(map.projections(), mu.points, mu.weights, times=mu.times, block_size=block_size)
         self.map, self.mu = map, mu
         self.positions = map.positions(mu.times, mu)
         keys = mu.points @ map.K.T

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import psd_sqrt
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import Measure, finite
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.laplacian import Laplacian
 from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.attention.schroedinger import Potentials
-from otattn.measures import GaussianMeasure
+from otattn.attention.single_head import SingleHead, square
+from otattn.measures import GaussianMeasure, MeasureLike
 
 __all__ = ["SinkhornAttention"]
 
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class SinkhornAttention(AttentionMap):
+class SinkhornAttention(SingleHead):
     r"""Sinkhorn attention: ``k(x, y) = exp(<A x, y> + f(x) + h(y))`` with both marginals equal to one.
 
     .. math:: \int k(x, y)\, d\mu(y) = 1 = \int k(x, y)\, d\mu(x), \qquad
@@ -64,25 +64,16 @@ class SinkhornAttention(AttentionMap):
     V: Array
     tol: float
     max_iter: int
+    maskable = False
 
     def __init__(self, A: ArrayLike, V: ArrayLike, *, tol: float = 1e-10, max_iter: int = 10_000) -> None:
-        form = check.matrix(A, "A")
-        if form.shape[0] != form.shape[1]:
-            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; multiply the factors: K.T @ Q.")
+        form = square(A)
         object.__setattr__(self, "A", check.frozen(form))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, len(form)))))
         object.__setattr__(self, "tol", check.positive(tol, "tol"))
         object.__setattr__(self, "max_iter", check.count(max_iter, "max_iter"))
 
-    @property
-    def in_dim(self) -> int:
-        return int(self.V.shape[1])
-
-    @property
-    def out_dim(self) -> int:
-        return int(self.V.shape[0])
-
-    def potentials(self, mu: Any, *, block_size: int | None = None) -> tuple[Array, Array]:
+    def potentials(self, mu: MeasureLike, *, block_size: int | None = None) -> tuple[Array, Array]:
         """``f`` and ``h`` at the atoms (``(n,)`` each): ``exp(<A x_i, x_j> + f_i + h_j)`` has unit marginals.
 
         The gauge is ``sum_i w_i h_i = 0``. Atoms of zero weight get the extended values.
@@ -109,8 +100,20 @@ class SinkhornAttention(AttentionMap):
         gauge = float(w[live] @ h[live])
         return f + gauge, h - gauge
 
+    @property
+    def _tol(self) -> float:
+        return self.tol
+
+    def projections(self) -> Projections:
+        """The affine maps of the head; potentials are added to its logits."""
+        return self._head(self.A)
+
     def _head(self, form: Array) -> Projections:
         return Projections(form, np.eye(self.in_dim), self.V, centred=True)
+
+    def in_coordinates(self, E: Array, left: Array) -> SinkhornAttention:
+        A, V = finite(E.T @ self.A @ E), finite(left @ self.V @ E)
+        return SinkhornAttention(A, V, tol=self.tol, max_iter=self.max_iter)
 
     def _solve(self, mu: Measure, block_size: int | None) -> tuple[NormalisedKernel, Array]:
         """The kernel with its column potential (centred logits), and the row potential, 0 at zero weight."""
@@ -133,12 +136,6 @@ class SinkhornAttention(AttentionMap):
                 "identity); use masked softmax attention."
             )
         return self._solve(mu, block_size)[0]
-
-    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).apply(x, None)
-
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).field(x, None)
 
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
         kernel = self._kernel(mu, times, block_size)

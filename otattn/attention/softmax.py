@@ -9,11 +9,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import FAR, cloud_centre
-from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.base import finite
 from otattn.attention.head import Arithmetic, Head
-from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import NormalisedKernel, Projections
-from otattn.attention.normalised_jacobian import NormalisedJacobian
+from otattn.attention.kernels import Projections
+from otattn.attention.single_head import SingleHead, square
 from otattn.measures import GaussianMeasure
 
 __all__ = ["SoftmaxAttention"]
@@ -25,7 +24,7 @@ BATCH_ENTRIES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class SoftmaxAttention(AttentionMap):
+class SoftmaxAttention(SingleHead):
     r"""Softmax self-attention with logits ``<A x + c, y>``.
 
     .. math:: \Gamma_\mu(x) = b_V + V \frac{\int e^{\langle A x + c, y\rangle}\, y \, d\mu(y)}
@@ -73,9 +72,7 @@ class SoftmaxAttention(AttentionMap):
         bias: ArrayLike | None = None,
         value_bias: ArrayLike | None = None,
     ) -> None:
-        form = check.matrix(A, "A")
-        if form.shape[0] != form.shape[1]:
-            raise ValueError(f"A must be square, (d, d), received shape {form.shape}; for factors use from_qkv.")
+        form = square(A)
         d = len(form)
         values = check.matrix(V, "V", shape=(None, d))
         self._fill(
@@ -153,14 +150,6 @@ class SoftmaxAttention(AttentionMap):
             object.__setattr__(out, "factors", new.factors if same else None)
         return out
 
-    @property
-    def in_dim(self) -> int:
-        return int(self.V.shape[1])
-
-    @property
-    def out_dim(self) -> int:
-        return int(self.V.shape[0])
-
     def projections(self) -> Projections:
         """The affine maps of the head, in head space when the attention was built from factors."""
         if self.factors is not None and len(self.factors[0]) < self.in_dim:
@@ -172,12 +161,20 @@ class SoftmaxAttention(AttentionMap):
         factors = self.factors if self.factors is not None and len(self.factors[0]) < self.in_dim else None
         return (Head.of(self, self.A, self.V, self.bias, factors=factors, arithmetic=arithmetic),)
 
-    def _kernel(self, mu: Measure, times: Array | None, block_size: int | None) -> NormalisedKernel:
-        atom_times = getattr(mu, "times", None) if times is not None else None
-        return NormalisedKernel(self.projections(), mu.points, mu.weights, times=atom_times, block_size=block_size)
+    def in_coordinates(self, E: Array, left: Array) -> SoftmaxAttention:
+        V = finite(left @ self.V @ E)
+        offset = None if self.value_bias is None else finite(left @ self.value_bias)
+        if self.factors is not None:
+            q, k, bq = self.factors
+            return SoftmaxAttention.from_qkv(
+                finite(q @ E), finite(k @ E), V, scale=1.0, query_bias=bq, value_bias=offset
+            )
+        bias = None if self.bias is None else finite(E.T @ self.bias)
+        return SoftmaxAttention(finite(E.T @ self.A @ E), V, bias=bias, value_bias=offset)
 
-    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).apply(x, times)
+    def logits(self, x: Array, head: int = 0) -> Array:
+        g = x @ self.A.T
+        return np.asarray((g if self.bias is None else g + self.bias) @ x.T)
 
     def _batch(self, X: Array) -> Array:
         B, n, d = X.shape
@@ -199,12 +196,6 @@ class SoftmaxAttention(AttentionMap):
             P /= P.sum(axis=2, keepdims=True)
             out[start : start + rows] = P @ (y @ head.V.T) + centre @ head.V.T
         return out if self.value_bias is None else out + self.value_bias
-
-    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return self._kernel(mu, times, block_size).field(x, times)
-
-    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
-        return NormalisedJacobian(self._kernel(mu, times, block_size), times).operator()
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         r"""``Gamma(x) = V (alpha + Sigma (A x + c)) + b_V`` for ``mu = N(alpha, Sigma)``.

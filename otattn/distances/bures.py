@@ -24,7 +24,7 @@ from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_fa
 from otattn.measures import GaussianMeasure
 from otattn.measures.gaussian import check_covariances
 
-__all__ = ["bures_distance", "bures_geodesic", "bures_wasserstein", "gaussian_transport_map"]
+__all__ = ["bures_geodesic", "bures_wasserstein", "covariance_distance", "gaussian_transport_map"]
 
 Array = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ RANK_ROUNDINGS = 16
 PLAIN = 1e-3
 
 
-def bures_wasserstein(g1: Any, g2: Any) -> float:
+def bures_wasserstein(g1: GaussianMeasure, g2: GaussianMeasure) -> float:
     """Wasserstein distance of order 2 between Gaussian measures of any rank.
 
     ``BW^2 = |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1^{1/2} S2 S1^{1/2})^{1/2}``, computed without its
@@ -77,7 +77,7 @@ def bures_wasserstein(g1: Any, g2: Any) -> float:
     return value
 
 
-def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
+def covariance_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     """Bures-Wasserstein distance between covariance matrices, vectorised over leading axes.
 
     Parameters
@@ -97,7 +97,7 @@ def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
 
     Examples
     --------
-    >>> bures_distance([[[4.0]], [[9.0]]], [[1.0]])
+    >>> covariance_distance([[[4.0]], [[9.0]]], [[1.0]])
     array([1., 2.])
 
     References
@@ -115,7 +115,7 @@ def bures_distance(S1: ArrayLike, S2: ArrayLike) -> Array:
     return _distances(a.reshape(-1, d, d), b.reshape(-1, d, d)).reshape(shape)
 
 
-def gaussian_transport_map(g1: Any, g2: Any) -> tuple[Array, Array]:
+def gaussian_transport_map(g1: GaussianMeasure, g2: GaussianMeasure) -> tuple[Array, Array]:
     """The optimal affine map ``x -> T x + b`` that pushes ``g1`` to ``g2``.
 
     For an invertible ``S1`` it is ``T = S1^{-1/2} (S1^{1/2} S2 S1^{1/2})^{1/2} S1^{-1/2}``, symmetric PSD. In
@@ -158,7 +158,7 @@ def gaussian_transport_map(g1: Any, g2: Any) -> tuple[Array, Array]:
     return T, g2.mean - T @ g1.mean
 
 
-def bures_geodesic(g1: Any, g2: Any, t: float) -> GaussianMeasure:
+def bures_geodesic(g1: GaussianMeasure, g2: GaussianMeasure, t: float) -> GaussianMeasure:
     """The point at time ``t`` in [0, 1] of the geodesic from ``g1`` to ``g2`` (displacement interpolation).
 
     ``S_t = ((1-t) F + t G Q) ((1-t) F + t G Q)^T``, which is ``((1-t) I + t T) S1 ((1-t) I + t T)`` when a
@@ -194,7 +194,7 @@ def _gaussian_pair(g1: Any, g2: Any) -> tuple[GaussianMeasure, GaussianMeasure]:
         if not isinstance(g, GaussianMeasure):
             raise TypeError(
                 f"{name} must be a GaussianMeasure, received {type(g).__name__}; build one from a mean and "
-                "a covariance (bures_distance takes covariances)."
+                "a covariance (covariance_distance takes covariances)."
             )
     if g1.dim != g2.dim:
         raise ValueError(f"g1 and g2 must live in one space, received dimensions {g1.dim} and {g2.dim}.")

@@ -13,6 +13,7 @@ from scipy.sparse import csr_array
 
 from otattn import _validate as check
 from otattn._tabular import Result
+from otattn.distances.bures import bures_wasserstein
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
@@ -26,9 +27,9 @@ from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve, sparse_plan, status_of
 from otattn.distances.transport import TransportResult, transport
 from otattn.distances.wasserstein import wasserstein
-from otattn.measures import DiscreteMeasure, SpaceTimeMeasure, as_spacetime
+from otattn.measures import DiscreteMeasure, GaussianMeasure, MeasureLike, SpaceTimeMeasure, as_spacetime
 
-__all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein"]
+__all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein", "distance_of"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -112,8 +113,8 @@ class ConditionalTransport(Result):
 
 
 def conditional_wasserstein(
-    mu: Any,
-    nu: Any,
+    mu: MeasureLike,
+    nu: MeasureLike,
     *,
     p: float = 2,
     time_tol: float = 1e-12,
@@ -181,7 +182,9 @@ def conditional_wasserstein(
     return power_mean(np.array(values), np.array(masses), p)
 
 
-def conditional_transport(mu: Any, nu: Any, *, p: float = 2, time_tol: float = 1e-12) -> ConditionalTransport:
+def conditional_transport(
+    mu: MeasureLike, nu: MeasureLike, *, p: float = 2, time_tol: float = 1e-12
+) -> ConditionalTransport:
     """The conditional distance with its plan, potentials and interval in each time slice.
 
     Parameters, errors and references as for `conditional_wasserstein`.
@@ -294,3 +297,11 @@ def _penalized(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, p: float, penalty: fl
     A, B = exact_masses(mu.weights, nu.weights)
     flow = solve(ground_cost(joint, p, A, B)[0], A, B)
     return power_mean(joint[flow.rows, flow.cols], flow.mass, p)
+
+
+def distance_of(mu: DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure, nu: Any, p: float) -> float:
+    """``W_p`` between two measures of one kind: Gaussians (p = 2), atoms with times, or atoms."""
+    if isinstance(mu, GaussianMeasure):
+        return bures_wasserstein(mu, nu)
+    distance = conditional_wasserstein if isinstance(mu, SpaceTimeMeasure) else wasserstein
+    return distance(mu, nu, p=p)

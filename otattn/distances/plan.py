@@ -31,8 +31,8 @@ from otattn.distances.simplex import Support, network_simplex
 from otattn.errors import ConvergenceError
 
 __all__ = [
+    "CostTransport",
     "Flow",
-    "OptimalPlan",
     "extend_potentials",
     "feasible",
     "marginals_agree",
@@ -40,7 +40,7 @@ __all__ = [
     "sparse_plan",
     "status_of",
     "support",
-    "transport_plan",
+    "transport_from_cost",
 ]
 
 Array = NDArray[np.float64]
@@ -181,7 +181,7 @@ def support(plan: csr_array) -> tuple[Index, Index, Array]:
 
 
 @dataclass(frozen=True, eq=False)
-class OptimalPlan(Result):
+class CostTransport(Result):
     """An optimal transport plan for a cost matrix and the proof that it is one.
 
     Attributes
@@ -238,7 +238,7 @@ def _interval(
     return value, lower, upper, size, (upper - lower) / size if size > 0.0 else 0.0
 
 
-def transport_plan(a: ArrayLike, b: ArrayLike, cost: ArrayLike) -> OptimalPlan:
+def transport_from_cost(a: ArrayLike, b: ArrayLike, cost: ArrayLike) -> CostTransport:
     """Optimal transport for a cost matrix, ``min sum_ij P_ij cost_ij`` over plans P from ``a`` to ``b``.
 
     Parameters
@@ -251,7 +251,7 @@ def transport_plan(a: ArrayLike, b: ArrayLike, cost: ArrayLike) -> OptimalPlan:
 
     Returns
     -------
-    OptimalPlan
+    CostTransport
         With ``lower <= value <= upper`` certified by feasible potentials.
 
     Raises
@@ -266,7 +266,7 @@ def transport_plan(a: ArrayLike, b: ArrayLike, cost: ArrayLike) -> OptimalPlan:
     Examples
     --------
     >>> s = 1e32
-    >>> round(transport_plan([1/3] * 3, [1/3] * 3, [[1, 2, s], [2, 5, s], [s, s, 3]]).value, 12)
+    >>> round(transport_from_cost([1/3] * 3, [1/3] * 3, [[1, 2, s], [2, 5, s], [s, s, 3]]).value, 12)
     2.333333333333
 
     References
@@ -284,4 +284,4 @@ def transport_plan(a: ArrayLike, b: ArrayLike, cost: ArrayLike) -> OptimalPlan:
     f, g = (flow.f, flow.g) if live else extend_potentials(C, rows, flow.f)
     plan = sparse_plan(rows[flow.rows], cols[flow.cols], flow.mass, (n, m))
     value, lower, upper, _, gap = _interval(C, f, g, *support(plan))
-    return OptimalPlan(value, plan, (check.frozen(f), check.frozen(g)), lower, upper, gap, status_of(gap), u, v, C)
+    return CostTransport(value, plan, (check.frozen(f), check.frozen(g)), lower, upper, gap, status_of(gap), u, v, C)

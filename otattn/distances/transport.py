@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ from otattn.distances.plan import (
     support,
 )
 from otattn.distances.wasserstein import discrete_pair
-from otattn.measures import DiscreteMeasure
+from otattn.measures import DiscreteMeasure, MeasureLike
 
 __all__ = ["TransportResult", "transport"]
 
@@ -129,7 +128,7 @@ class TransportResult(Result):
         return f"TransportResult(W_{self.p:g}={self.value:.9g}, gap={self.gap:.1e}, {self.status})"
 
 
-def transport(mu: Any, nu: Any, *, p: float = 2) -> TransportResult:
+def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportResult:
     """Optimal transport with a certificate: plan, potentials and ``lower <= W_p <= upper``.
 
     ``lower`` is the dual value of potentials that are feasible for every pair of atoms (c-transforms rounded

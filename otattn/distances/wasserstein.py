@@ -22,7 +22,7 @@ from otattn.distances.ground import ground_cost
 from otattn.distances.line import monotone_plan
 from otattn.distances.masses import exact_masses, merge_atoms, same_measure
 from otattn.distances.plan import solve
-from otattn.measures import DiscreteMeasure, as_discrete
+from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["discrete_pair", "wasserstein"]
 
@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 VANISHING = 1e-100
 
 
-def wasserstein(mu: Any, nu: Any, *, p: float = 2) -> float:
+def wasserstein(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> float:
     """Wasserstein distance of order p, ``W_p = (min_P sum_ij P_ij |x_i - y_j|^p)^{1/p}``, by exact transport.
 
     The ground distance is Euclidean whatever ``p``, and ``W_inf`` is the least threshold below which all the
@@ -92,7 +92,7 @@ def wasserstein(mu: Any, nu: Any, *, p: float = 2) -> float:
     return value
 
 
-def discrete_pair(mu: Any, nu: Any, p: Any) -> tuple[float, DiscreteMeasure, DiscreteMeasure]:
+def discrete_pair(mu: MeasureLike, nu: MeasureLike, p: Any) -> tuple[float, DiscreteMeasure, DiscreteMeasure]:
     """Order and measures, checked."""
     p, mu, nu = check.check_order(p), as_discrete(mu, "mu"), as_discrete(nu, "nu")
     if mu.dim != nu.dim:

@@ -1,8 +1,8 @@
 """What happens in depth: flows of tokens and of Gaussians, clusters, mean-field limit, stability in time."""
 
-from otattn.dynamics.clustering import ClusterHistory, Leaders, Plateau, clusters, leaders
+from otattn.dynamics.clustering import ClusterHistory, Leaders, Plateau, token_clusters, token_leaders
 from otattn.dynamics.flow import flow
-from otattn.dynamics.flow_stability import FlowStability, flow_stability, radius_bound
+from otattn.dynamics.flow_stability import FlowStability, flow_radius_bound, flow_stability
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
 from otattn.dynamics.gaussian_flow import gaussian_flow, gaussian_flow_batch
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limit, isotropic_dimension
@@ -27,19 +27,19 @@ __all__ = [
     "Plateau",
     "RankHistogram",
     "Trajectory",
-    "clusters",
     "covariance_closed_form",
     "depth_convergence",
     "flow",
+    "flow_radius_bound",
     "flow_stability",
     "gaussian_flow",
     "gaussian_flow_batch",
     "gaussian_limit",
     "isotropic_dimension",
-    "leaders",
     "limit_polytope",
     "limit_rank_histogram",
     "mean_field_limit",
-    "radius_bound",
     "residual_steps",
+    "token_clusters",
+    "token_leaders",
 ]

@@ -13,10 +13,9 @@ from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
 from otattn._tabular import Result
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.dynamics.trajectory import Trajectory
 
-__all__ = ["ClusterHistory", "Leaders", "Plateau", "clusters", "leaders"]
+__all__ = ["ClusterHistory", "Leaders", "Plateau", "token_clusters", "token_leaders"]
 
 Array = NDArray[np.float64]
 
@@ -79,7 +78,7 @@ class ClusterHistory(Result):
         return f"ClusterHistory({self.counts[0]} -> {self.counts[-1]} clusters, {len(self.times)} times, tol={self.tol:.3g})"
 
 
-def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHistory:
+def token_clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHistory:
     """Clusters of the tokens by single linkage, at each time of a trajectory.
 
     Parameters
@@ -98,7 +97,7 @@ def clusters(trajectory: Trajectory, *, tol: float | None = None) -> ClusterHist
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.dynamics import flow
     >>> contraction = SoftmaxAttention([[0.0]], [[-1.0]])                 # x' = -mean: nothing merges
-    >>> clusters(flow(contraction, [[0.0], [1.0], [1.001]], t_span=(0.0, 1.0))).counts[-1]
+    >>> token_clusters(flow(contraction, [[0.0], [1.0], [1.001]], t_span=(0.0, 1.0))).counts[-1]
     np.int64(2)
 
     References
@@ -159,7 +158,7 @@ class Leaders(Result):
         return f"Leaders({self.counts[0]} -> {self.counts[-1]} leaders, {len(self.times)} times)"
 
 
-def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
+def token_leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
     """Leader statistics of a softmax or L2 head along a trajectory.
 
     A token that attends most to itself is a leader; in the limit of sharp attention the others move towards theirs.
@@ -188,7 +187,7 @@ def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
         log_w = np.log(w)
     for k, x in enumerate(trajectory.points):
         attention = trajectory.attention_at(k)
-        logits = _logits(attention, x, head)
+        logits = attention.logits(x, head)
         logits = np.where(w > 0, logits, -np.inf)
         if attention.causal:
             assert times is not None
@@ -202,19 +201,3 @@ def leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
     own = follows == np.arange(n)
     followers = np.stack([np.bincount(f, minlength=n) for f in follows])
     return Leaders(trajectory.times, follows, own & (w > 0), followers, check.frozen(received))
-
-
-def _logits(attention: AttentionMap, x: Array, head: int) -> Array:
-    if isinstance(attention, MaskedAttention):
-        return _logits(attention.attention, x, head)
-    if isinstance(attention, MultiHeadAttention):
-        if not 0 <= head < len(attention.heads):
-            raise ValueError(f"head must be below the number of heads {len(attention.heads)}, received {head}.")
-        return _logits(attention.heads[head], x, 0)
-    if isinstance(attention, SoftmaxAttention):
-        g = x @ attention.A.T
-        return (g if attention.bias is None else g + attention.bias) @ x.T
-    if isinstance(attention, L2Attention):
-        q, k = x @ attention.Q.T, x @ attention.K.T
-        return np.asarray(-((q[:, None, :] - k[None, :, :]) ** 2).sum(axis=2))
-    raise ValueError(f"leaders need softmax or L2 attention (or heads of it), received {type(attention).__name__}.")

@@ -15,6 +15,7 @@ from otattn.attention.base import Measure
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at, linear_growth
 from otattn.errors import ConvergenceError
+from otattn.measures import MeasureLike
 
 __all__ = ["check_span", "check_times", "flow"]
 
@@ -65,7 +66,7 @@ class _Guard:
 
 def flow(
     attention: Field,
-    mu: Any,
+    mu: MeasureLike,
     *,
     t_span: tuple[float, float],
     normalization: Normalization = None,

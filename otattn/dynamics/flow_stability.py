@@ -28,23 +28,17 @@ from otattn._linalg import spectral_norm_upper
 from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
-    L2Attention,
-    MaskedAttention,
-    MultiHeadAttention,
-    Residual,
-    SinkhornAttention,
-    SoftmaxAttention,
 )
-from otattn.distances import bures_wasserstein, conditional_wasserstein, wasserstein
+from otattn.distances.conditional import distance_of
 from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
 from otattn.dynamics.trajectory import Trajectory
 from otattn.dynamics.velocity import Field, layer_at
 from otattn.lipschitz.table import table
 from otattn.lipschitz.theorem import THEOREMS
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.measures import AnyMeasure, GaussianMeasure, SpaceTimeMeasure
 
-__all__ = ["FlowStability", "flow_stability", "radius_bound"]
+__all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
 
 Array = NDArray[np.float64]
 
@@ -66,13 +60,13 @@ class FlowStability(Result):
     p : float
     log_bounds : dict of name to ndarray (T,)
         ``int_0^t L``, logarithms of the Gronwall bounds of the ratio. "published" and "ours" take the radius from
-        :func:`radius_bound` (normalised kernels only), "ours, radius along the flow" from the flows (for other kernels the
+        :func:`flow_radius_bound` (normalised kernels only), "ours, radius along the flow" from the flows (for other kernels the
         larger radius of two neighbouring times, which is no proof between them). inf where the integral exceeds the
         largest float; no entry where no theorem applies.
     radii : ndarray (T,) or None
         Larger of the two support radii (None for Gaussians).
     radius_bounds : ndarray (T,) or None
-        What :func:`radius_bound` allows.
+        What :func:`flow_radius_bound` allows.
     n : int or None
         Number of equal atoms for which the bounds were taken; None for any measure.
     flows : pair of Trajectory or GaussianTrajectory
@@ -90,7 +84,7 @@ class FlowStability(Result):
     n: int | None
     flows: tuple[Trajectory, Trajectory] | tuple[GaussianTrajectory, GaussianTrajectory]
     status: str
-    attention: Any
+    attention: Field
 
     @property
     def ratios(self) -> Array:
@@ -113,7 +107,7 @@ class FlowStability(Result):
     def verify(self, *, rtol: float = 1e-6) -> bool:
         """True when the distances are those of the two flows again, and no ratio exceeds a bound (to ``rtol``)."""
         again = np.array(
-            [_distance(self.flows[0].measure(k), self.flows[1].measure(k), self.p) for k in range(len(self.times))]
+            [distance_of(self.flows[0].measure(k), self.flows[1].measure(k), self.p) for k in range(len(self.times))]
         )
         if not np.allclose(again, self.distances, rtol=1e-9, atol=0.0):
             return False
@@ -130,8 +124,8 @@ class FlowStability(Result):
 
 def flow_stability(
     attention: Field,
-    mu0: Any,
-    nu0: Any,
+    mu0: AnyMeasure,
+    nu0: AnyMeasure,
     *,
     t_span: tuple[float, float],
     p: float = 2,
@@ -197,7 +191,7 @@ def flow_stability(
         raise TypeError("mu0 and nu0 must be of one kind, received measures with and without times; give both times.")
     if all(gaussian) and order != 2.0:
         raise ValueError(f"p must be 2 between Gaussian measures, received {p:g}; sample them for another order.")
-    if _distance(first, second, order) == 0.0:
+    if distance_of(first, second, order) == 0.0:
         raise ValueError("mu0 and nu0 must be different, received two equal measures: the ratio is 0/0; perturb one.")
     flows: Any
     if all(gaussian):
@@ -208,7 +202,7 @@ def flow_stability(
         )
     ended = min(flows, key=lambda f: len(f.times))
     times = times[: len(ended.times)]
-    distances = np.array([_distance(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])
+    distances = np.array([distance_of(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])
     radii, caps, n = None, None, None
     found: dict[str, Array] = {}
     if not all(gaussian):
@@ -221,12 +215,14 @@ def flow_stability(
     )
 
 
-def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
+def flow_radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
     """Support radius that a flow of a normalised kernel cannot exceed, ``R_0 e^{vt} + b (e^{vt} - 1) / v``.
 
     Parameters
     ----------
-    attention : softmax, L2 or Sinkhorn attention, several such heads, masked or not, residual layers of them
+    attention : AttentionMap
+        Built of heads whose weights sum to at most one: softmax, L2, Sinkhorn, sigmoid or rotary attention, several such
+        heads, masked or not, residual layers of them.
     radius : float
         Initial support radius ``R_0``.
     t : array_like
@@ -240,13 +236,13 @@ def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> radius_bound(SoftmaxAttention([[5.0]], [[-2.0]]), 1.0, [0.0, 0.5]).round(4)
+    >>> flow_radius_bound(SoftmaxAttention([[5.0]], [[-2.0]]), 1.0, [0.0, 0.5]).round(4)
     array([1.    , 2.7183])
     """
     rate = _rate(attention)
     if rate is None:
         raise ValueError(
-            f"attention must have a normalised kernel for radius_bound, received {type(attention).__name__}; unnormalised "
+            f"attention must have a normalised kernel for flow_radius_bound, received {type(attention).__name__}; unnormalised "
             "ones may blow up (flow reports the time)."
         )
     v, b = rate
@@ -261,32 +257,13 @@ def radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
 
 def _rate(attention: AttentionMap) -> tuple[float, float] | None:
     """``v`` and ``b`` with ``|Gamma(x)| <= v R + b``, or None."""
-    if isinstance(attention, MaskedAttention):
-        return _rate(attention.attention)
-    if isinstance(attention, Residual):
-        inner = _rate(attention.map)
-        return None if inner is None else (abs(attention.scale) * inner[0], abs(attention.scale) * inner[1])
-    if isinstance(attention, MultiHeadAttention):
-        v, b = 0.0, 0.0 if attention.output_bias is None else float(np.linalg.norm(attention.output_bias))
-        for i, head in enumerate(attention.heads):
-            W = None if attention.outputs is None else attention.outputs[i]
-            part = _head_rate(head, W)
-            if part is None:
-                return None
-            v, b = v + part[0], b + part[1]
-        return v, b
-    return _head_rate(attention, None)
-
-
-def _head_rate(head: AttentionMap, W: Array | None) -> tuple[float, float] | None:
-    if isinstance(head, MaskedAttention):
-        return _head_rate(head.attention, W)
-    if not isinstance(head, SoftmaxAttention | L2Attention | SinkhornAttention):
+    drift = attention.drift
+    terms = drift.map.values()
+    if terms is None or drift.skip or any(term.mass == "any" for term in terms):
         return None
-    bias = head.value_bias if isinstance(head, SoftmaxAttention) else None
-    U = head.V if W is None else W @ head.V
-    shift = 0.0 if bias is None else float(np.linalg.norm(bias if W is None else W @ bias))
-    return spectral_norm_upper(U), shift
+    scale = abs(drift.scale)
+    v = sum(spectral_norm_upper(term.V) for term in terms)
+    return scale * v, scale * sum(float(np.linalg.norm(term.bias)) for term in terms if term.bias is not None)
 
 
 def _gronwall(
@@ -300,11 +277,11 @@ def _gronwall(
     out: dict[str, Array] = {}
     caps = None
     if rate is not None:
-        caps = radius_bound(attention, float(radii[0]), times - times[0])
-        prior = radius_bound(attention, float(radii[0]), (times[:-1, None] - times[0]) + local)
+        caps = flow_radius_bound(attention, float(radii[0]), times - times[0])
+        prior = flow_radius_bound(attention, float(radii[0]), (times[:-1, None] - times[0]) + local)
         # from each measured radius on, with the same growth
-        zero = radius_bound(attention, 0.0, local)
-        one = radius_bound(attention, 1.0, local) - zero
+        zero = flow_radius_bound(attention, 0.0, local)
+        one = flow_radius_bound(attention, 1.0, local) - zero
         posterior = np.minimum((radii[:-1, None] * (1.0 + 1e-6)) * one * (1.0 + 1e-12) + zero, prior)
     else:
         prior = None
@@ -327,13 +304,12 @@ def _log_constant(attention: AttentionMap, R: float, n: int | None, p: float, ou
     """Logarithm of the least upper bound of the Lipschitz constant on the ball, or None where there is none."""
     if R > LARGEST_RADIUS:
         return math.inf
-    inner = attention.map if isinstance(attention, Residual) else attention
-    scale = abs(attention.scale) if isinstance(attention, Residual) else 1.0
+    inner, scale, _ = attention.drift
     bounds = table(inner, radius=max(R, 1e-150), n=n, p=p)
     logs = [b.log_value for b in bounds if b.kind == "upper" and THEOREMS[b.theorem].published != ours]
     if not logs:
         return None
-    return min(logs) + (math.log(scale) if scale > 0 else -math.inf)
+    return min(logs) + (math.log(abs(scale)) if scale else -math.inf)
 
 
 def _equal_atoms(mu: Any, nu: Any) -> int | None:
@@ -343,12 +319,3 @@ def _equal_atoms(mu: Any, nu: Any) -> int | None:
     if isinstance(mu, SpaceTimeMeasure) and len(np.unique(mu.times)) < mu.n:
         return None
     return int(mu.n)
-
-
-def _distance(mu: Any, nu: Any, p: float) -> float:
-    if isinstance(mu, GaussianMeasure):
-        return bures_wasserstein(mu, nu)
-    if isinstance(mu, SpaceTimeMeasure):
-        return conditional_wasserstein(mu, nu, p=p)
-    assert isinstance(mu, DiscreteMeasure)
-    return wasserstein(mu, nu, p=p)

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from otattn._linalg import psd_sqrt, symmetrize
 from otattn._tabular import Result
-from otattn.attention import AttentionMap, LinearAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention import AttentionMap
+from otattn.dynamics.gaussian_fields import field_of
+from otattn.dynamics.velocity import Field
 from otattn.measures import GaussianMeasure
 
 __all__ = ["CovarianceClosedForm", "covariance_closed_form"]
@@ -94,25 +96,25 @@ class CovarianceClosedForm(Result):
         return S / np.trace(S) if self.blow_up_time < math.inf else S
 
 
-def covariance_closed_form(attention: object, gaussian: GaussianMeasure) -> CovarianceClosedForm | None:
+def covariance_closed_form(attention: Field, gaussian: GaussianMeasure) -> CovarianceClosedForm | None:
     """The closed form of the covariance flow, or None where the hypotheses do not hold.
 
     Parameters
     ----------
-    attention : AttentionMap
-        Softmax, several softmax heads, or linear attention with a centred Gaussian.
+    attention : AttentionMap or callable t -> AttentionMap
+        Constant in time: softmax attention, linear attention with a centred Gaussian, or several such heads.
     gaussian : GaussianMeasure
 
     Examples
     --------
+    >>> from otattn.attention import SoftmaxAttention
     >>> form = covariance_closed_form(SoftmaxAttention([[1.0]], [[1.0]]), GaussianMeasure([0.0], [[2.0]]))
     >>> round(form.blow_up_time, 12), form(0.125)
     (0.25, array([[4.]]))
     """
-    if not isinstance(attention, AttentionMap):
-        return None
-    heads = _heads(attention, gaussian)
-    if heads is None:
+    field = field_of(attention) if isinstance(attention, AttentionMap) else None
+    heads = None if field is None else field.products(not gaussian.mean.any())
+    if heads is None or len(heads[0][0]) != gaussian.dim:
         return None
     S = gaussian.cov
     H = symmetrize(2.0 * sum((U @ A for U, A in heads), start=np.zeros_like(S)))
@@ -121,21 +123,6 @@ def covariance_closed_form(attention: object, gaussian: GaussianMeasure) -> Cova
     root = psd_sqrt(S)
     rates, directions = np.linalg.eigh(symmetrize(root @ H @ root))
     return CovarianceClosedForm(H, root, rates, directions)
-
-
-def _heads(attention: AttentionMap, gaussian: GaussianMeasure) -> list[tuple[Array, Array]] | None:
-    """``(W_h V_h, A_h)`` of maps with ``G = sum_h W_h V_h Sigma A_h``."""
-    if attention.out_dim != gaussian.dim:
-        return None
-    linear = isinstance(attention, LinearAttention) and not gaussian.mean.any()
-    if linear or isinstance(attention, SoftmaxAttention):
-        return [(attention.V, attention.A)]  # type: ignore[attr-defined]
-    if isinstance(attention, MultiHeadAttention) and all(isinstance(h, SoftmaxAttention) for h in attention.heads):
-        pairs = [(h.V, h.A) for h in attention.heads if isinstance(h, SoftmaxAttention)]
-        if attention.outputs is not None:
-            pairs = [(W @ V, A) for W, (V, A) in zip(attention.outputs, pairs, strict=True)]
-        return pairs
-    return None
 
 
 def _commute(U: Array, X: Array) -> bool:

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import singledispatch
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn.attention import (
     AttentionMap,
-    Compose,
     L2Attention,
     LinearAttention,
     MultiHeadAttention,
@@ -35,7 +35,7 @@ from otattn.attention import (
 )
 from otattn.measures import GaussianMeasure
 
-__all__ = ["GaussianField", "L2Field", "SoftmaxField", "gaussian_field"]
+__all__ = ["GaussianField", "L2Field", "SoftmaxField", "field_of", "gaussian_field"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -58,6 +58,10 @@ class GaussianField(ABC):
     def take(self, index: Index) -> GaussianField:
         """The field of some members of the stack."""
         return self
+
+    def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
+        """Pairs ``(V, A)`` with ``G = sum V Sigma A`` (for a mean that is zero, if ``centred``), None where there are none."""
+        return None
 
 
 def _part(P: Array, index: Index) -> Array:
@@ -82,6 +86,9 @@ class SoftmaxField(GaussianField):
     def take(self, index: Index) -> SoftmaxField:
         return SoftmaxField(_part(self.A, index), _part(self.V, index), self.bias, self.value_bias)
 
+    def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
+        return [(self.V, self.A)]
+
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         Mt = _transpose(M)
         scale = np.exp(2.0 * s)
@@ -100,6 +107,9 @@ class LinearField(GaussianField):
 
     def __init__(self, A: Array, V: Array) -> None:
         self.A, self.V = A, V
+
+    def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
+        return [(self.V, self.A)] if centred else None
 
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         scale = np.exp(2.0 * s)[:, None]
@@ -155,6 +165,15 @@ class SumField(GaussianField):
         self.parts, self.outputs, self.bias = list(parts), outputs, bias
         self.autonomous_covariance = all(p.autonomous_covariance for p in parts)
 
+    def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
+        out: list[tuple[Array, Array]] = []
+        for i, part in enumerate(self.parts):
+            pairs = part.products(centred)
+            if pairs is None:
+                return None
+            out += pairs if self.outputs is None else [(self.outputs[i] @ V, A) for V, A in pairs]
+        return out
+
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         moved, mean = np.zeros_like(M), np.zeros_like(alpha)
         for i, part in enumerate(self.parts):
@@ -189,14 +208,16 @@ class AffineField(GaussianField):
         moved, mean = np.empty_like(M), np.empty_like(alpha)
         for k in range(len(M)):
             attention = self.layer(float(t[k]))
-            fast = _known(attention)
+            fast = field_of(attention)
             if fast is not None:
                 one, da = fast.rates(M[k : k + 1], s[k : k + 1], alpha[k : k + 1], t[k : k + 1])
                 moved[k], mean[k] = one[0], da[0]
                 continue
             L = np.exp(s[k]) * M[k]
-            G, b = attention.gaussian_affine(GaussianMeasure(alpha[k], L @ L.T))
-            moved[k], mean[k] = G @ M[k], G @ alpha[k] + b
+            drift = attention.drift
+            G, b = drift.map.gaussian_affine(GaussianMeasure(alpha[k], L @ L.T))
+            moved[k] = drift.scale * (G @ M[k]) - drift.skip * M[k]
+            mean[k] = drift.scale * (G @ alpha[k] + b) - drift.skip * alpha[k]
         return moved, mean
 
 
@@ -210,24 +231,38 @@ def gaussian_field(attention: AttentionMap | Callable[[float], AttentionMap]) ->
     """
     if not isinstance(attention, AttentionMap):
         return AffineField(attention)
-    known = _known(attention)
+    known = field_of(attention)
     return AffineField(lambda t: attention) if known is None else known
 
 
-def _known(attention: AttentionMap) -> GaussianField | None:
-    if isinstance(attention, SoftmaxAttention):
-        return SoftmaxField(attention.A, attention.V, attention.bias, attention.value_bias)
-    if isinstance(attention, LinearAttention):
-        return LinearField(attention.A, attention.V)
-    if isinstance(attention, L2Attention):
-        return L2Field(attention.Q, attention.K, attention.V)
-    if isinstance(attention, SinkhornAttention):
-        return SinkhornField(attention.A, attention.V)
-    if isinstance(attention, MultiHeadAttention):
-        parts = [_known(h) for h in attention.heads]
-        if all(p is not None for p in parts):
-            return SumField([p for p in parts if p is not None], attention.outputs, attention.output_bias)
-    if isinstance(attention, Residual) and not isinstance(attention.map, Compose):
-        inner = _known(attention.map)
-        return None if inner is None else ScaledField(inner, attention.scale)
+@singledispatch
+def field_of(attention: AttentionMap) -> GaussianField | None:
+    """The closed field of a map, None for one that is followed through its ``gaussian_affine``.
+
+    Register a function for a new attention map: ``field_of.register(NewAttention)``.
+    """
     return None
+
+
+field_of.register(SoftmaxAttention, lambda a: SoftmaxField(a.A, a.V, a.bias, a.value_bias))
+field_of.register(LinearAttention, lambda a: LinearField(a.A, a.V))
+field_of.register(L2Attention, lambda a: L2Field(a.Q, a.K, a.V))
+field_of.register(SinkhornAttention, lambda a: SinkhornField(a.A, a.V))
+
+
+@field_of.register
+def _several(attention: MultiHeadAttention) -> GaussianField | None:
+    parts = [_as_map(h) for h in attention.heads]
+    known = [p for p in parts if p is not None]
+    return SumField(known, attention.outputs, attention.output_bias) if len(known) == len(parts) else None
+
+
+@field_of.register
+def _residual(attention: Residual) -> GaussianField | None:
+    inner = _as_map(attention.map)
+    return None if inner is None else ScaledField(inner, attention.scale)
+
+
+def _as_map(attention: AttentionMap) -> GaussianField | None:
+    """The field of a part; the field of a residual layer is that of its increment, not of what it is as a map."""
+    return field_of(attention) if attention.drift.map is attention else None

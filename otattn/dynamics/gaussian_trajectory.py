@@ -15,6 +15,7 @@ from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limit
+from otattn.dynamics.velocity import Field
 from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianFlowBatch", "GaussianStatus", "GaussianTrajectory"]
@@ -64,7 +65,7 @@ class GaussianTrajectory(Result):
     end: float
     missed: Array
     t_span: tuple[float, float]
-    attention: Any
+    attention: Field
     gaussian: GaussianMeasure
     tolerance: tuple[float, float]
 
@@ -102,7 +103,7 @@ class GaussianTrajectory(Result):
     @cached_property
     def limit_result(self) -> GaussianLimit:
         """What the covariance tends to beyond the time span (:func:`gaussian_limit`), computed when first asked for."""
-        return gaussian_limit(self.attention, self.gaussian)
+        return gaussian_limit(self.attention, self.gaussian)  # type: ignore[arg-type]  # a callable is refused there
 
     @property
     def limit(self) -> Array:

@@ -30,7 +30,7 @@ class MeanFieldLimit(Result):
 
     Attributes
     ----------
-    sizes : ndarray (m,)
+    n_values : ndarray (m,)
         Numbers of particles n.
     distances : ndarray (m, s)
         At the final time, for s independent samples.
@@ -42,7 +42,7 @@ class MeanFieldLimit(Result):
     time : float
     """
 
-    sizes: Array
+    n_values: Array
     distances: Array
     initial: Array
     reference: str
@@ -50,7 +50,7 @@ class MeanFieldLimit(Result):
 
     def fit(self) -> Exponent:
         """Power law of the distances in n (exponent near -1/2 for moments; -1/d for W_2 in dimension d > 4)."""
-        return fit_exponent(self.sizes, self.distances.T)
+        return fit_exponent(self.n_values, self.distances.T)
 
     @property
     def rate(self) -> float:
@@ -59,21 +59,21 @@ class MeanFieldLimit(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One record a size: mean distance over the samples, at the end and at time 0."""
-        means = (self.sizes, self.distances.mean(axis=1), self.initial.mean(axis=1))
+        means = (self.n_values, self.distances.mean(axis=1), self.initial.mean(axis=1))
         return [
             {"n": int(n), "distance": float(last), "initial": float(first)}
             for n, last, first in zip(*means, strict=True)
         ]
 
     def __repr__(self) -> str:
-        return f"MeanFieldLimit({self.reference}, n={self.sizes.astype(int).tolist()}, rate={self.rate:.3g}, t={self.time:g})"
+        return f"MeanFieldLimit({self.reference}, n={self.n_values.astype(int).tolist()}, rate={self.rate:.3g}, t={self.time:g})"
 
 
 def mean_field_limit(
     attention: AttentionMap,
     law: Law,
     *,
-    sizes: Sequence[int],
+    n_values: Sequence[int],
     t_span: tuple[float, float],
     samples: int = 4,
     reference: Literal["gaussian", "particles"] | None = None,
@@ -87,7 +87,7 @@ def mean_field_limit(
     ----------
     attention : AttentionMap
     law : GaussianMeasure, or callable (n, rng) -> (n, d)
-    sizes : sequence of int
+    n_values : sequence of int
         Numbers of tokens, at least two of them.
     t_span : (float, float)
     samples : int
@@ -110,7 +110,7 @@ def mean_field_limit(
     >>> from otattn.attention import SoftmaxAttention
     >>> law = GaussianMeasure([0.0], [[1.0]])
     >>> contraction = SoftmaxAttention([[1.0]], [[-1.0]])
-    >>> mean_field_limit(contraction, law, sizes=[30, 120, 480], samples=8, t_span=(0.0, 1.0), rng=0)
+    >>> mean_field_limit(contraction, law, n_values=[30, 120, 480], samples=8, t_span=(0.0, 1.0), rng=0)
     MeanFieldLimit(gaussian, n=[30, 120, 480], rate=0.4..., t=1)
 
     References
@@ -126,9 +126,9 @@ def mean_field_limit(
             'reference="gaussian" must have a GaussianMeasure as law, received a callable; use "particles".'
         )
     gen = check.rng_from(rng)
-    counts = [check.count(n, "sizes", least=2) for n in sizes]
+    counts = [check.count(n, "n_values", least=2) for n in n_values]
     if len(counts) < 2:
-        raise ValueError(f"sizes must hold at least two numbers of tokens, received {len(counts)}.")
+        raise ValueError(f"n_values must hold at least two numbers of tokens, received {len(counts)}.")
     repeats = check.count(samples, "samples")
 
     def draw(n: int) -> DiscreteMeasure:

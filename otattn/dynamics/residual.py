@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from otattn.dynamics.flow import check_span, flow
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at
 from otattn.lipschitz.local.growth import Exponent, fit_exponent
+from otattn.measures import MeasureLike
 
 __all__ = ["DepthConvergence", "depth_convergence", "residual_steps"]
 
@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 
 def residual_steps(
     attention: Field,
-    mu: Any,
+    mu: MeasureLike,
     *,
     depth: int,
     t_span: tuple[float, float] = (0.0, 1.0),
@@ -133,7 +133,7 @@ class DepthConvergence(Result):
 
 def depth_convergence(
     attention: Field,
-    mu: Any,
+    mu: MeasureLike,
     *,
     depths: Sequence[int],
     t_span: tuple[float, float] = (0.0, 1.0),

@@ -7,6 +7,10 @@ r"""The velocity of the tokens: what a flow integrates.
 
 A layer that already holds its skip connection (:class:`Residual`, :class:`TransformerBlock`) moves tokens by its
 increment ``F(x) - x``.
+
+Rescaled tokens are moved without ever forming x. With ``E = e^{tV}`` the logits of ``x = E z`` are those of z under ``A_t =
+E^T A E``, and the values of a head become ``E^{-1} V_h E`` acting on averages of z. So ``z' = Gamma_t(z) - V z`` for an
+attention map ``Gamma_t`` of the same kind: no difference of large numbers is taken, however much x grows.
 """
 
 from __future__ import annotations
@@ -16,21 +20,13 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import expm
 
 from otattn._files.saved import Saved
 from otattn.attention import (
     AttentionMap,
-    L2Attention,
-    MaskedAttention,
-    MultiHeadAttention,
-    Residual,
-    SigmoidAttention,
-    SinkhornAttention,
-    SoftmaxAttention,
-    TransformerBlock,
 )
 from otattn.attention.base import Measure
-from otattn.dynamics.rescaling import conjugate, value_matrix
 
 __all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
 
@@ -39,7 +35,7 @@ Field = AttentionMap | Callable[[float], AttentionMap]
 Normalization = Literal["sphere", "rescaled"] | None
 
 
-def layer_at(attention: Any, t: float) -> AttentionMap:
+def layer_at(attention: Field, t: float) -> AttentionMap:
     """The attention map at time t: the map itself, or what a callable ``t -> attention`` gives."""
     if isinstance(attention, AttentionMap):
         return attention
@@ -53,15 +49,43 @@ def layer_at(attention: Any, t: float) -> AttentionMap:
     return layer
 
 
-def linear_growth(attention: Any) -> bool:
+def linear_growth(attention: Field) -> bool:
     """True when ``|Gamma_mu(x)| <= c (1 + sup |y|)``: the flow then exists for all times."""
-    if isinstance(attention, MaskedAttention):
-        return linear_growth(attention.attention)
-    if isinstance(attention, MultiHeadAttention):
-        return all(linear_growth(h) for h in attention.heads)
-    if isinstance(attention, Residual):
-        return linear_growth(attention.map)
-    return isinstance(attention, SoftmaxAttention | L2Attention | SinkhornAttention | SigmoidAttention)
+    terms = attention.drift.map.values() if isinstance(attention, AttentionMap) else None
+    return terms is not None and all(term.mass != "any" for term in terms)
+
+
+def value_matrix(attention: AttentionMap) -> Array:
+    """The linear map V of one token alone: that of a head, ``sum_h W_h V_h`` of several.
+
+    Raises
+    ------
+    ValueError
+        The map has no value matrix (an MLP, a normalisation, a composition), or it is not square.
+    """
+    drift = attention.drift
+    terms = drift.map.values()
+    if terms is None or drift.skip:
+        raise ValueError(
+            f'normalization="rescaled" must have an attention map with a value matrix, received '
+            f'{attention.kind}; use None or "sphere".'
+        )
+    V = np.asarray(drift.scale * np.sum([term.V for term in terms], axis=0))
+    if V.shape[0] != V.shape[1]:
+        raise ValueError(f"V must be square for a flow, received shape {V.shape}; add an output matrix.")
+    return V
+
+
+def conjugate(attention: AttentionMap, V: Array, t: float) -> AttentionMap:
+    """The attention that acts on ``z = e^{-tV} x`` as ``attention`` acts on x: ``e^{-tV} Gamma(e^{tV} z)``.
+
+    Raises
+    ------
+    OverflowError
+        The rescaled parameters are not representable.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return attention.in_coordinates(expm(t * V), expm(-t * V))
 
 
 class Velocity(Saved):
@@ -75,7 +99,7 @@ class Velocity(Saved):
     normalization : None, "sphere" or "rescaled"
     """
 
-    def __init__(self, attention: Any, measure: Measure, normalization: Normalization, start: float) -> None:
+    def __init__(self, attention: Field, measure: Measure, normalization: Normalization, start: float) -> None:
         if normalization not in (None, "sphere", "rescaled"):
             raise ValueError(f'normalization must be None, "sphere" or "rescaled", received {normalization!r}.')
         layer = layer_at(attention, start)
@@ -124,12 +148,12 @@ class Velocity(Saved):
         x = self.retract(x)
         layer = self.attention_at(t)
         measure = self.measure._with_points(x)
-        if isinstance(layer, Residual):  # the increment itself, without the difference
-            v = layer.scale * layer.map._at_atoms(measure)
-        else:
-            v = layer._at_atoms(measure)
-            if isinstance(layer, TransformerBlock):
-                v = v - x
+        drift = layer.drift  # the increment of a residual layer itself, without the difference
+        v = drift.map._at_atoms(measure)
+        if drift.scale != 1.0:
+            v = drift.scale * v
+        if drift.skip:
+            v = v - drift.skip * x
         if self.V is not None:
             v = v - x @ self.V.T
         elif self.norms is not None:

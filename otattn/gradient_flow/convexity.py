@@ -14,7 +14,7 @@ from otattn._tabular import Result
 from otattn.distances import bures_geodesic, bures_wasserstein, transport
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.gaussian_energies import GaussianEnergy
-from otattn.measures import DiscreteMeasure, GaussianMeasure, as_discrete
+from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, as_discrete
 
 __all__ = ["DisplacementConvexity", "displacement_convexity", "displacement_convexity_study"]
 
@@ -102,7 +102,7 @@ class DisplacementConvexity(Result):
 
 
 def displacement_convexity(
-    energy: Energy | GaussianEnergy, mu: Any, nu: Any, *, n_times: int = 33
+    energy: Energy | GaussianEnergy, mu: AnyMeasure, nu: AnyMeasure, *, n_times: int = 33
 ) -> DisplacementConvexity:
     r"""The second derivative of E along the ``W_2`` geodesic from ``mu`` to ``nu``.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +10,13 @@ from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
 from otattn._tabular import Result
-from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.attention import AttentionMap
+from otattn.dynamics.flow import check_span
 from otattn.errors import ConvergenceError
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.known import KnownStructure, known_structure, unwrapped
-from otattn.gradient_flow.twisted import TwistedField
-from otattn.measures import DiscreteMeasure, as_discrete
+from otattn.gradient_flow.twisted import TwistedField, log_kernel
+from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["EnergyDissipation", "energy_dissipation"]
 
@@ -32,7 +32,7 @@ class EnergyDissipation(Result):
     Attributes
     ----------
     times : ndarray (k,)
-        From 0 on.
+        From the start on.
     energies : ndarray (k,)
         ``E(mu_t) exp(-log_scale)``.
     work : ndarray (k,)
@@ -66,7 +66,8 @@ class EnergyDissipation(Result):
 
     def verify(self) -> bool:
         """Integrate again and compare; False as soon as energies, work or defect disagree."""
-        new = energy_dissipation(self.attention, self.mu, t_end=float(self.times[-1]), n_times=len(self.times))
+        span = float(self.times[0]), float(self.times[-1])
+        new = energy_dissipation(self.attention, self.mu, t_span=span, n_times=len(self.times))
         size = float(np.abs(new.energies).max())
         return bool(
             new.energies.shape == self.energies.shape == self.work.shape
@@ -82,7 +83,12 @@ class EnergyDissipation(Result):
 
 
 def energy_dissipation(
-    attention: AttentionMap, mu: Any, *, t_end: float | None = None, n_times: int = 6, rtol: float = 1e-11
+    attention: AttentionMap,
+    mu: MeasureLike,
+    *,
+    t_span: tuple[float, float] | None = None,
+    n_times: int = 6,
+    rtol: float = 1e-11,
 ) -> EnergyDissipation:
     r"""Follow the flow ``x_i' = Gamma_mu(x_i)`` and compare the change of its energy with the work done.
 
@@ -99,8 +105,8 @@ def energy_dissipation(
     attention : AttentionMap
         With a known energy (:func:`known_structure`).
     mu : DiscreteMeasure or array_like (n, d)
-    t_end : float, optional
-        By default the time in which logits and tokens change by about a quarter.
+    t_span : (float, float), optional
+        Start and end; by default from 0 on for the time in which logits and tokens change by about a quarter.
     n_times : int
         Number of times, at least 2.
     rtol : float
@@ -111,7 +117,7 @@ def energy_dissipation(
     ValueError
         No energy is known for these parameters.
     ConvergenceError
-        The integrator fails before ``t_end``: the flow blows up.
+        The integrator fails before the end: the flow blows up.
 
     Examples
     --------
@@ -136,10 +142,10 @@ def energy_dissipation(
     check.moderate(start.points, "mu")
     check.count(n_times, "n_times", least=2)
     rate = _rate(attention, start)
-    horizon = (TURN / rate if rate > 1e-250 else 1.0) if t_end is None else check.positive(t_end, "t_end")
+    begin, end = (0.0, TURN / rate if rate > 1e-250 else 1.0) if t_span is None else check_span(t_span)
     value, log_scale = structure.energy.scaled(start)
-    times = np.linspace(0.0, horizon, n_times)
-    points, work = _integrate(attention, structure, start, times, log_scale, rtol)
+    times = np.linspace(begin, end, n_times)
+    points, work = _integrate(attention, structure, start, times - begin, log_scale, rtol)
     energies = np.empty(n_times)
     energies[0] = value
     for k in range(1, n_times):
@@ -173,8 +179,9 @@ def _integrate(
         speed = attention(measure.points, measure)
         logs = np.log(w) - log_scale
         if structure.mobility:
-            assert isinstance(attention, SoftmaxAttention)
-            logs = logs + TwistedField(attention, measure.points, w, None).log_normaliser
+            kernel = log_kernel(attention, measure.points)
+            assert kernel is not None
+            logs = logs + TwistedField(kernel, measure.points, w, None).log_normaliser
         top = max(float(np.abs(speed).max()), 1e-300)  # squares of exponentials need not be representable
         logs += 2.0 * np.log(top)
         power = float(np.sum(np.exp(logs) * np.sum((speed / top) ** 2, axis=1))) / structure.coefficient
@@ -189,7 +196,7 @@ def _integrate(
     if solution.status != 0 or solution.y.shape[1] != len(times):
         raise ConvergenceError(
             f"the flow must exist up to t = {horizon:.4g}, but the integrator stopped after "
-            f"{len(solution.t)} of {len(times)} times ({solution.message}); take a smaller t_end."
+            f"{len(solution.t)} of {len(times)} times ({solution.message}); end earlier."
         )
     return solution.y[:-1].T.reshape(len(times), *shape), solution.y[-1]
 
@@ -201,7 +208,7 @@ def _rate(attention: AttentionMap, mu: DiscreteMeasure) -> float:
     fastest = float(np.abs(speed).max())
     rate = fastest / size if size > 0.0 else 0.0
     logits = 2.0 * fastest * np.sqrt(mu.dim) * mu.radius()
-    return max(rate, *(float(np.linalg.norm(A, 2)) * logits for A in _forms(attention)))
+    return max([rate, *(float(np.linalg.norm(A, 2)) * logits for A in _forms(attention))])
 
 
 def _forms(attention: AttentionMap) -> list[Array]:

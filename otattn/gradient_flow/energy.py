@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
-from otattn.measures import DiscreteMeasure, as_discrete
+from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["CombinedEnergy", "Energy", "symmetric_form"]
 
@@ -49,7 +48,7 @@ class Energy(Saved, ABC):
     @abstractmethod
     def _gradient(self, x: Array, mu: DiscreteMeasure) -> Scaled: ...
 
-    def __call__(self, mu: Any) -> float:
+    def __call__(self, mu: MeasureLike) -> float:
         """``E(mu)``.
 
         Parameters
@@ -64,12 +63,12 @@ class Energy(Saved, ABC):
         value, exponent = self.scaled(mu)
         return float(_unscaled(np.array(value), exponent))
 
-    def scaled(self, mu: Any) -> tuple[float, float]:
+    def scaled(self, mu: MeasureLike) -> tuple[float, float]:
         """A number v and an exponent L with ``E(mu) = v exp(L)``."""
         value, exponent = self._value(self._measure(mu))
         return float(value), float(exponent)
 
-    def log(self, mu: Any) -> float:
+    def log(self, mu: MeasureLike) -> float:
         """``log E(mu)``, for any size of the logits.
 
         Raises
@@ -82,7 +81,7 @@ class Energy(Saved, ABC):
             raise ValueError(f"log needs a positive energy, received {value:.6g} at this measure; use scaled.")
         return float(np.log(value) + exponent)
 
-    def first_variation(self, x: ArrayLike, mu: Any) -> Array:
+    def first_variation(self, x: ArrayLike, mu: MeasureLike) -> Array:
         """``phi_mu`` at the rows of ``x (m, d)``, shape ``(m,)`` (the constant is the one of the subclass).
 
         Raises
@@ -92,7 +91,7 @@ class Energy(Saved, ABC):
         """
         return _unscaled(*self._variation(check.points(x, "x", dim=self.dim), self._measure(mu)))
 
-    def gradient(self, x: ArrayLike, mu: Any) -> Array:
+    def gradient(self, x: ArrayLike, mu: MeasureLike) -> Array:
         """``grad phi_mu`` at the rows of ``x (m, d)``, shape ``(m, d)``.
 
         Raises
@@ -102,11 +101,11 @@ class Energy(Saved, ABC):
         """
         return _unscaled(*self.scaled_gradient(x, mu))
 
-    def scaled_gradient(self, x: ArrayLike, mu: Any) -> Scaled:
+    def scaled_gradient(self, x: ArrayLike, mu: MeasureLike) -> Scaled:
         """An array G ``(m, d)`` and an exponent L with ``grad phi_mu = G exp(L)``."""
         return self._gradient(check.points(x, "x", dim=self.dim), self._measure(mu))
 
-    def _measure(self, mu: Any) -> DiscreteMeasure:
+    def _measure(self, mu: MeasureLike) -> DiscreteMeasure:
         measure = as_discrete(mu)
         if measure.dim != self.dim:
             raise ValueError(

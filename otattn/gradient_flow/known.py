@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,6 @@ __all__ = ["KnownStructure", "known_gaussian_structure", "known_structure", "unw
 Array = NDArray[np.float64]
 _PARALLEL = 1e-12
 """Matrices count as proportional when they differ by this share of their norm."""
-_POINTWISE: dict[type[AttentionMap], Callable[[Any], Energy]] = {
-    ExponentialAttention: ExponentialEnergy,
-    LinearAttention: LinearEnergy,
-    ReLUAttention: ReLUEnergy,
-    SigmoidAttention: SigmoidEnergy,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +57,11 @@ class KnownStructure(Result):
     mobility: bool
 
 
+@singledispatch
 def known_structure(attention: AttentionMap) -> KnownStructure | None:
     """The energy of the map, None when its parameters admit none that is known.
+
+    A new attention map registers its own: ``known_structure.register(NewAttention)``.
 
     Known are the cases with symmetric A and ``V = c A``: exponential, linear, ReLU, sigmoid and Sinkhorn attention
     and sums of such heads, and softmax attention (with value bias ``c`` times the bias of its logits).
@@ -76,55 +74,67 @@ def known_structure(attention: AttentionMap) -> KnownStructure | None:
     >>> known_structure(SoftmaxAttention([[0.0, 1.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]])) is None
     True
     """
-    attention = unwrapped(attention)
-    if not isinstance(attention, MultiHeadAttention):
-        return _one_head(attention, None)
+    return None
+
+
+@known_structure.register
+def _sum(attention: MultiHeadAttention) -> KnownStructure | None:
+    plain = unwrapped(attention)
+    if plain is not attention:
+        return known_structure(plain)
     if attention.output_bias is not None and attention.output_bias.any():
         return None
-    outputs = attention.outputs or (None,) * len(attention.heads)
-    parts = [_one_head(head, W) for head, W in zip(attention.heads, outputs, strict=True)]
+    if attention.outputs is not None and attention.values() is None:
+        return None  # output matrices cannot be multiplied into heads of which no values are known
+    parts = [known_structure(head) for head in attention.folded()]
     known = [part for part in parts if part is not None and not part.mobility]
     if len(known) < len(parts):
         return None
     return KnownStructure(CombinedEnergy([p.energy for p in known], [p.coefficient for p in known]), 1.0, False)
 
 
+@known_structure.register
+def _softmax(attention: SoftmaxAttention) -> KnownStructure | None:
+    found = _proportional(attention.V, attention.A)
+    if found is None:
+        return None
+    form, c = found
+    wanted = np.zeros(len(form)) if attention.bias is None else c * attention.bias
+    given = np.zeros(len(form)) if attention.value_bias is None else attention.value_bias
+    if np.abs(given - wanted).max() > _PARALLEL * max(float(np.abs(wanted).max()), float(np.abs(given).max())):
+        return None
+    return KnownStructure(ExponentialEnergy(form, bias=attention.bias), c, True)
+
+
+def _gradient(attention: Any, energy: Callable[[Array], Energy]) -> KnownStructure | None:
+    """A Wasserstein gradient: symmetric A and ``V = c A``."""
+    found = _proportional(attention.V, attention.A)
+    return None if found is None else KnownStructure(energy(found[0]), found[1], False)
+
+
+known_structure.register(
+    SinkhornAttention, lambda a: _gradient(a, partial(SinkhornEnergy, tol=a.tol, max_iter=a.max_iter))
+)
+known_structure.register(ExponentialAttention, partial(_gradient, energy=ExponentialEnergy))
+known_structure.register(LinearAttention, partial(_gradient, energy=LinearEnergy))
+known_structure.register(ReLUAttention, partial(_gradient, energy=ReLUEnergy))
+known_structure.register(SigmoidAttention, partial(_gradient, energy=SigmoidEnergy))
+
+
 def unwrapped(attention: AttentionMap) -> AttentionMap:
     """A single softmax head in MultiHeadAttention as plain softmax attention; anything else as it is."""
     if not (isinstance(attention, MultiHeadAttention) and len(attention.heads) == 1):
         return attention
-    head = attention.heads[0]
+    (head,) = attention.heads
     if not isinstance(head, SoftmaxAttention):
         return attention
-    V, b = head.V, np.zeros(head.out_dim) if head.value_bias is None else head.value_bias
-    if attention.outputs is not None:
-        V, b = attention.outputs[0] @ V, attention.outputs[0] @ b
-    if attention.output_bias is not None:
-        b = b + attention.output_bias
-    return SoftmaxAttention(head.A, V, bias=head.bias, value_bias=b)
+    (head,), b = attention.folded(), attention.output_bias
+    assert isinstance(head, SoftmaxAttention)
+    offset = head.value_bias if b is None else b if head.value_bias is None else head.value_bias + b
+    return SoftmaxAttention(head.A, head.V, bias=head.bias, value_bias=offset)
 
 
-def _one_head(attention: AttentionMap, output: Array | None) -> KnownStructure | None:
-    A, V = getattr(attention, "A", None), getattr(attention, "V", None)
-    if A is None or V is None or not _symmetric(A):
-        return None
-    c = _ratio(V if output is None else output @ V, A)
-    if c is None:
-        return None
-    form = 0.5 * (A + A.T)
-    if isinstance(attention, SoftmaxAttention):
-        bias = attention.bias
-        wanted = np.zeros(len(A)) if bias is None else c * bias
-        given = np.zeros(len(A)) if attention.value_bias is None else attention.value_bias
-        if np.abs(given - wanted).max() > _PARALLEL * max(float(np.abs(wanted).max()), float(np.abs(given).max())):
-            return None
-        return KnownStructure(ExponentialEnergy(form, bias=bias), c, True)
-    if isinstance(attention, SinkhornAttention):
-        return KnownStructure(SinkhornEnergy(form, tol=attention.tol, max_iter=attention.max_iter), c, False)
-    energy = _POINTWISE.get(type(attention))
-    return None if energy is None else KnownStructure(energy(form), c, False)
-
-
+@singledispatch
 def known_gaussian_structure(attention: AttentionMap) -> tuple[GaussianEnergy, float] | None:
     """The energy of the covariance flow on centred Gaussians and its coefficient, None when none is known.
 
@@ -137,17 +147,30 @@ def known_gaussian_structure(attention: AttentionMap) -> tuple[GaussianEnergy, f
     >>> type(energy).__name__, c
     ('GaussianL2Energy', 6.0)
     """
-    if isinstance(attention, L2Attention):
-        H = attention.K.T @ attention.K
-        a, c = _ratio(attention.Q, attention.K), _ratio(attention.V, H)
-        return None if a is None or c is None else (GaussianL2Energy(attention.K), a * c)
-    if not isinstance(attention, (SoftmaxAttention, LinearAttention, SinkhornAttention)):
-        return None
-    c = _ratio(attention.V, attention.A)
-    if c is None or not _symmetric(attention.A):
-        return None
-    form = 0.5 * (attention.A + attention.A.T)
-    return (GaussianSinkhornEnergy if isinstance(attention, SinkhornAttention) else GaussianSoftmaxEnergy)(form), c
+    return None
+
+
+@known_gaussian_structure.register
+def _gaussian_l2(attention: L2Attention) -> tuple[GaussianEnergy, float] | None:
+    H = attention.K.T @ attention.K
+    a, c = _ratio(attention.Q, attention.K), _ratio(attention.V, H)
+    return None if a is None or c is None else (GaussianL2Energy(attention.K), a * c)
+
+
+def _gaussian_form(attention: Any, energy: Callable[[Array], GaussianEnergy]) -> tuple[GaussianEnergy, float] | None:
+    found = _proportional(attention.V, attention.A)
+    return None if found is None else (energy(found[0]), found[1])
+
+
+known_gaussian_structure.register(SoftmaxAttention, partial(_gaussian_form, energy=GaussianSoftmaxEnergy))
+known_gaussian_structure.register(LinearAttention, partial(_gaussian_form, energy=GaussianSoftmaxEnergy))
+known_gaussian_structure.register(SinkhornAttention, partial(_gaussian_form, energy=GaussianSinkhornEnergy))
+
+
+def _proportional(V: Array, A: Array) -> tuple[Array, float] | None:
+    """A, symmetrised, and c with ``V = c A``; None when A is not symmetric or there is no such c."""
+    c = _ratio(V, A)
+    return None if c is None or not _symmetric(A) else (0.5 * (A + A.T), c)
 
 
 def _symmetric(A: Array) -> bool:

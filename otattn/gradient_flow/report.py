@@ -56,7 +56,7 @@ class GradientFlowReport(Result):
         The same for covariances.
     verdict : str
         One of ``VERDICTS``.
-    tolerance : float
+    tol : float
         Defects up to it count as zero: 1e-6 as given, raised to the rounding of huge logits and to 100 times the
         tolerance of an iterative kernel.
     errors : dict
@@ -82,7 +82,7 @@ class GradientFlowReport(Result):
     gaussian_energy: GaussianEnergy | None
     gaussian_coefficient: float | None
     verdict: str
-    tolerance: float
+    tol: float
     errors: dict[str, float]
     dissipation: EnergyDissipation | None
     attention: AttentionMap
@@ -122,7 +122,7 @@ class GradientFlowReport(Result):
             "gaussian_energy": None if self.gaussian_energy is None else type(self.gaussian_energy).__name__,
             "gaussian_coefficient": self.gaussian_coefficient,
             "verdict": self.verdict,
-            "tolerance": self.tolerance,
+            "tol": self.tol,
             "standard_errors": self.errors,
         }
         return dict(plain(found))
@@ -136,19 +136,17 @@ class GradientFlowReport(Result):
         return f"GradientFlowReport({self.verdict!r}: {shown})"
 
 
-def verdict_of(
-    field: float, wasserstein: float, twisted: float | None, bures: float | None, *, tolerance: float
-) -> str:
+def verdict_of(field: float, wasserstein: float, twisted: float | None, bures: float | None, *, tol: float) -> str:
     """The first of ``VERDICTS`` whose defect is at most the tolerance.
 
     Examples
     --------
-    >>> verdict_of(0.0, 0.5, 1e-15, None, tolerance=1e-6)
+    >>> verdict_of(0.0, 0.5, 1e-15, None, tol=1e-6)
     'gradient flow with mobility 1/Z'
     """
     defects = (wasserstein, twisted, bures, field)
     for verdict, defect in zip(VERDICTS, defects, strict=False):
-        if defect is not None and defect <= tolerance:
+        if defect is not None and defect <= tol:
             return verdict
     return VERDICTS[-1]
 

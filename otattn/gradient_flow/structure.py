@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, MultiHeadAttention
+from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
@@ -19,7 +17,7 @@ from otattn.gradient_flow.known import known_gaussian_structure, known_structure
 from otattn.gradient_flow.mobility import mobility_defect
 from otattn.gradient_flow.report import GradientFlowReport, verdict_of, worst
 from otattn.gradient_flow.twisted import twisted_field
-from otattn.measures import DiscreteMeasure
+from otattn.measures import DiscreteMeasure, MeasureLike
 
 __all__ = ["check_gradient_flow"]
 
@@ -36,10 +34,10 @@ SMALL = 34
 
 def check_gradient_flow(
     attention: AttentionMap,
-    mu: Any,
+    mu: MeasureLike,
     *,
     rng: np.random.Generator | int,
-    tolerance: float = 1e-6,
+    tol: float = 1e-6,
     displaced: int = 2,
     probes: int = 16,
     dense_size: int = 1024,
@@ -67,7 +65,7 @@ def check_gradient_flow(
         Atoms of zero weight are dropped. A single token or ``d = 1`` is too special to exclude much.
     rng : Generator or int
         For displaced clouds, random points, covariances and probes.
-    tolerance : float
+    tol : float
         Defects up to it count as zero.
     displaced : int
         How many copies of ``mu``, displaced by a tenth of its size, are tested as well: symmetric configurations
@@ -116,7 +114,7 @@ def check_gradient_flow(
             f"{attention.out_dim}; add an output matrix with MultiHeadAttention([head], [W])."
         )
     settings = {
-        "tolerance": check.positive(tolerance, "tolerance"),
+        "tol": check.positive(tol, "tol"),
         "displaced": check.count(displaced, "displaced", least=0),
         "probes": check.count(probes, "probes", least=2),
         "dense_size": check.count(dense_size, "dense_size"),
@@ -152,7 +150,7 @@ def check_gradient_flow(
     wasserstein = worst(found["wasserstein"])
     twisted_worst = worst(found["twisted"]) if found["twisted"] else None
     bures = _bures(attention, measure, generator)
-    limit = max(tolerance, 64.0 * _EPS * span, 100.0 * _solver_tolerance(attention))
+    limit = max(tol, 64.0 * _EPS * span, 100.0 * attention._tol)
     structure, gaussian = known_structure(attention), known_gaussian_structure(attention)
     dissipation = None
     if structure is not None:
@@ -174,9 +172,9 @@ def check_gradient_flow(
             wasserstein.value,
             None if twisted_worst is None else twisted_worst.value,
             None if bures is None else bures.value,
-            tolerance=limit,
+            tol=limit,
         ),
-        tolerance=limit,
+        tol=limit,
         errors={name: a.error for name, a in named.items() if a is not None and a.probes > 0},
         dissipation=dissipation,
         attention=attention,
@@ -231,9 +229,3 @@ def _thinned(mu: Measure, rng: np.random.Generator) -> DiscreteMeasure:
     if mu.n <= FLOW_ATOMS:
         return DiscreteMeasure(mu.points, mu.weights)
     return DiscreteMeasure(mu.points[rng.choice(mu.n, FLOW_ATOMS, replace=False, p=mu.weights)])
-
-
-def _solver_tolerance(attention: AttentionMap) -> float:
-    if isinstance(attention, MultiHeadAttention):
-        return max(_solver_tolerance(head) for head in attention.heads)
-    return float(getattr(attention, "tol", 0.0))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import singledispatch
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import AttentionMap, L2Attention, MaskedAttention, SoftmaxAttention
+from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import blocks
 from otattn.gradient_flow.known import unwrapped
 from otattn.measures import SpaceTimeMeasure
 
-__all__ = ["TwistedField", "twisted_field"]
+__all__ = ["LogKernel", "TwistedField", "log_kernel", "twisted_field"]
 
 Array = NDArray[np.float64]
 
@@ -24,20 +26,58 @@ def twisted_field(attention: AttentionMap, mu: Measure) -> TwistedField | None:
 
     ``mu`` must have positive weights. A single head in MultiHeadAttention counts as the head itself.
     """
-    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
-    inner = unwrapped(inner)
-    if not isinstance(inner, (SoftmaxAttention, L2Attention)):
+    kernel = log_kernel(unwrapped(attention.unmasked), mu.points)
+    if kernel is None:
         return None
     times = mu.times if attention.causal and isinstance(mu, SpaceTimeMeasure) else None
-    return TwistedField(inner, mu.points, mu.weights, times)
+    return TwistedField(kernel, mu.points, mu.weights, times)
+
+
+class LogKernel(NamedTuple):
+    """``l(x, y) = <B x, y> + alpha(x) + beta(y)`` and the values at the points: a kernel that may be symmetric."""
+
+    B: Array
+    row: Array
+    column: Array
+    in_query: Array
+    in_key: Array
+    V: Array
+    values: Array
+
+
+@singledispatch
+def log_kernel(attention: AttentionMap, x: Array) -> LogKernel | None:
+    r"""The logits of the map before they are normalised: alpha and beta at x, their gradients; None for other maps.
+
+    A new attention map registers its own: ``log_kernel.register(NewAttention)``.
+    """
+    return None
+
+
+@log_kernel.register
+def _softmax(attention: SoftmaxAttention, x: Array) -> LogKernel:
+    """With a bias c the normaliser times ``exp <c, x>``, the only factor of x that can make the kernel symmetric."""
+    c = np.zeros(attention.in_dim) if attention.bias is None else attention.bias
+    slope = np.broadcast_to(c, x.shape)
+    values = x @ attention.V.T
+    if attention.value_bias is not None:
+        values += attention.value_bias
+    return LogKernel(attention.A, x @ c, x @ c, slope, slope, attention.V, values)
+
+
+@log_kernel.register
+def _l2(attention: L2Attention, x: Array) -> LogKernel:
+    Q, K = x @ attention.Q.T, x @ attention.K.T
+    slopes = -2.0 * Q @ attention.Q, -2.0 * K @ attention.K
+    B, V = 2.0 * attention.K.T @ attention.Q, attention.V
+    return LogKernel(B, -np.sum(Q**2, axis=1), -np.sum(K**2, axis=1), *slopes, V, x @ V.T)
 
 
 class TwistedField:
     r"""``F_i(X) = Z_i f_i(X) = sum_j w_j exp(l_ij) v_j``, with everything kept in logarithms.
 
     The logit is ``l(x, y) = <B x, y> + alpha(x) + beta(y)``: softmax has ``B = A`` and, with a bias c,
-    ``alpha = beta = <c, .>`` (its normaliser times ``exp <c, x>``, the only factor of x that can make the kernel
-    symmetric); L2 has ``B = 2 K^T Q``, ``alpha = -|Q x|^2``, ``beta = -|K y|^2``. The Jacobian is
+    ``alpha = beta = <c, .>``; L2 has ``B = 2 K^T Q``, ``alpha = -|Q x|^2``, ``beta = -|K y|^2``. The Jacobian is
 
     .. math:: D_{x_j} F_i = w_j e^{l_{ij}} [V + v_j (B x_i + \nabla\beta(x_j))^\top]
               + \delta_{ij} \sum_k w_k e^{l_{ik}} v_k (B^\top x_k + \nabla\alpha(x_i))^\top .
@@ -47,25 +87,11 @@ class TwistedField:
     size of the parameters, whatever the logits, and no token is drowned by one with a larger normaliser.
     """
 
-    def __init__(
-        self, head: SoftmaxAttention | L2Attention, points: Array, weights: Array, times: Array | None
-    ) -> None:
+    def __init__(self, kernel: LogKernel, points: Array, weights: Array, times: Array | None) -> None:
         self.x, self.times = points, times
         self.n, self.d = points.shape
-        self.V = head.V
-        self.values = points @ head.V.T
+        self.B, self.row, self.column, self.in_query, self.in_key, self.V, self.values = kernel
         half = 0.5 * np.log(weights)
-        if isinstance(head, SoftmaxAttention):
-            if head.value_bias is not None:
-                self.values = self.values + head.value_bias
-            c = np.zeros(self.d) if head.bias is None else head.bias
-            self.B, self.row, self.column = head.A, points @ c, points @ c
-            self.in_query = self.in_key = np.broadcast_to(c, points.shape)
-        else:
-            Q, K = points @ head.Q.T, points @ head.K.T
-            self.B = 2.0 * head.K.T @ head.Q
-            self.row, self.column = -np.sum(Q**2, axis=1), -np.sum(K**2, axis=1)
-            self.in_query, self.in_key = -2.0 * Q @ head.Q, -2.0 * K @ head.K
         self.query, self.key = points @ self.B.T, points @ self.B
         self.log_weights = 2.0 * half
         self.log_normaliser = np.empty(self.n)

@@ -294,7 +294,7 @@ def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *,
     check_count(n)
     check.check_order(p)
     dim = getattr(domain, "dim", None)
-    if dim is not None and dim != attention.in_dim:
+    if None not in (dim, attention.in_dim) and dim != attention.in_dim:
         raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
     record = THEOREMS[theorem]
     _check_applies(record, attention, domain, n, p)

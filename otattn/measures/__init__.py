@@ -3,9 +3,11 @@
 from otattn.measures.discrete import DiscreteMeasure, as_discrete
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, LayerNormDomain, PointSet
 from otattn.measures.gaussian import GaussianMeasure
+from otattn.measures.like import AnyMeasure, MeasureLike
 from otattn.measures.spacetime import SpaceTimeMeasure, as_spacetime
 
 __all__ = [
+    "AnyMeasure",
     "Ball",
     "Box",
     "DiscreteMeasure",
@@ -13,6 +15,7 @@ __all__ = [
     "Ellipsoid",
     "GaussianMeasure",
     "LayerNormDomain",
+    "MeasureLike",
     "PointSet",
     "SpaceTimeMeasure",
     "as_discrete",

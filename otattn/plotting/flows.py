@@ -238,11 +238,13 @@ def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Any = None) -> Any:
     ax = axes(ax)
     fit = study.fit()
     for k, values in enumerate(study.distances.T):
-        ax.loglog(study.sizes, values, color=COLORS["sky"], marker="o", ms=3, lw=0, label="samples" if k == 0 else None)
-    line = fit.prefactor * study.sizes**fit.exponent
+        ax.loglog(
+            study.n_values, values, color=COLORS["sky"], marker="o", ms=3, lw=0, label="samples" if k == 0 else None
+        )
+    line = fit.prefactor * study.n_values**fit.exponent
     label = f"fitted: n^({fit.exponent:.2f} ± {fit.standard_error:.2f})"
-    ax.loglog(study.sizes, line, color=COLORS["orange"], lw=1.8, label=label)
-    ax.set_xticks(study.sizes, [f"{int(n)}" for n in study.sizes])
+    ax.loglog(study.n_values, line, color=COLORS["orange"], lw=1.8, label=label)
+    ax.set_xticks(study.n_values, [f"{int(n)}" for n in study.n_values])
     ax.minorticks_off()
     ax.set_xlabel("number of tokens n")
     what = "moments (Bures-Wasserstein)" if study.reference == "gaussian" else "particles (W_2)"

@@ -11,7 +11,7 @@ import numpy as np
 from otattn import _validate as check
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.data import SampleLayer
-from otattn.dynamics import FlowStability, clusters, flow, flow_stability, gaussian_flow
+from otattn.dynamics import FlowStability, flow, flow_stability, gaussian_flow, token_clusters
 from otattn.lipschitz.table import table as table_of
 from otattn.measures import GaussianMeasure
 from otattn.plotting import plot_cluster_counts, plot_flow_stability
@@ -38,10 +38,11 @@ def token_flow_rows(drift: FlowStability) -> list[dict[str, Any]]:
 
     The bound takes the Lipschitz constant over the ball of the largest radius of both flows up to that time.
     """
-    history = clusters(drift.flows[0])  # type: ignore[arg-type]
+    history = token_clusters(drift.flows[0])  # type: ignore[arg-type]
     assert drift.radii is not None
     top = float(drift.radii.max())
-    uppers = [b for b in table_of(drift.attention, radius=top, n=drift.n) if b.kind == "upper"]
+    table = table_of(drift.attention, radius=top, n=drift.n)  # type: ignore[arg-type]  # no layer depends on time here
+    uppers = [b for b in table if b.kind == "upper"]
     constant = min((b.value for b in uppers), default=math.inf)
     rows = []
     for k, t in enumerate(drift.times):
@@ -86,7 +87,7 @@ def flow_section(layer: SampleLayer, *, seed: int, advance: Any) -> Section:
         rows = token_flow_rows(drift)
         data["stability"] = rows
         sphere = flow(attention, X, t_span=(0.0, 10.0), normalization="sphere", t_eval=np.linspace(0.0, 10.0, 41))
-        history = clusters(sphere)
+        history = token_clusters(sphere)
         data["sphere"] = {"times": sphere.times.tolist(), "clusters": history.counts.tolist()}
         lines += [
             f"The layer repeated in depth, x' = Gamma_mu(x), on its first {len(X)} tokens: largest token norm, and "

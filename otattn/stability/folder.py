@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -13,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from otattn.errors import StoreError
+from otattn.errors import StoreError, StoreWarning
 
 with warnings.catch_warnings():
     warnings.simplefilter(
@@ -21,17 +23,11 @@ with warnings.catch_warnings():
     )  # it warns where the system has no locks; a lock file that names its owner serves there
     import filelock
 
-__all__ = [
-    "append",
-    "folder_path",
-    "is_file",
-    "lock",
-    "make_folder",
-    "one_error",
-    "read_only",
-    "read_whole",
-    "write_whole",
-]
+__all__ = ["StoreFolder", "folder_path", "is_file", "write_whole"]
+
+HEADER, FORMAT = "study.json", 3
+LARGEST_HEADER = 1 << 16
+"""Bytes; a header takes about 100."""
 
 LARGEST_FILE = 1 << 32
 """A record file beyond this is not read: no study of this package writes one."""
@@ -73,32 +69,6 @@ def folder_path(path: str | os.PathLike[str], name: str = "store") -> Path:
         return Path(text).expanduser()
     except RuntimeError as exc:
         raise ValueError(f"{name} must be the path of a folder, received {text!r} ({exc}); write it in full.") from exc
-
-
-@contextmanager
-def one_error(required: str, advice: str) -> Iterator[None]:
-    """What the system refuses as a StoreError; StoreErrors pass as they are."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as exc:
-        raise StoreError(f"{required}, but the system refuses it ({exc}); {advice}.") from exc
-
-
-def make_folder(folder: Path, name: str = "store") -> None:
-    """Create the folder if there is none."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise StoreError(
-            f"{name} must be a folder that can be written, received {folder} ({exc}); take another one."
-        ) from exc
-
-
-def read_only(exc: OSError) -> bool:
-    """Whether the system refused to write, and nothing else is wrong."""
-    return exc.errno in _READ_ONLY
 
 
 def is_file(file: Path) -> bool:
@@ -158,38 +128,141 @@ def append(file: Path, line: bytes) -> None:
         os.close(handle)
 
 
-def lock(folder: Path) -> Any:
-    """The lock of a folder for this process, to be released by ``.release()``; the system releases that of a killed one.
+class StoreFolder:
+    """A folder of finished records, the one store behind all that is kept: whose it is, who holds it, what is in it.
 
-    Raises
-    ------
-    StoreError
-        Another study holds it, or the file system has no locks.
-    OSError
-        The folder cannot be written.
+    Files appear whole, or grow by whole lines that are flushed to the disk; none is ever a link. Records carry a checksum
+    over their content and the fingerprint of what they belong to: one that is damaged or foreign is named in a
+    :class:`StoreWarning`, set aside and computed again. While the folder is open it is locked, and the file ``owner`` names the
+    process; the system releases the lock of a killed one. A folder that cannot be written is read. What the system refuses is
+    a :class:`StoreError`.
+
+    Parameters
+    ----------
+    path : path
+        ``~`` is expanded.
+    fingerprint : str
+        Of what the records belong to; for folders that are locked :meth:`open` takes it.
+    name : str
+        The argument that named the folder, for messages.
     """
-    is_file(folder / "lock")
-    owner = folder / "owner"
-    held = filelock.FileLock(folder / "lock", timeout=0, thread_local=False, fallback_to_soft=False)
-    try:
-        held.acquire()
-    except filelock.Timeout as exc:
-        name = read_whole(owner, 64).decode(errors="replace").strip()
-        if name == str(os.getpid()):
-            whose = "another study of this process"
-        else:
-            whose = f"another process (number {name or 'unknown'})"
-        raise StoreError(f"{folder} is in use by {whose}; wait for it or take a new folder.") from exc
-    except OSError as exc:
-        if exc.errno not in _NO_LOCKS:
+
+    def __init__(self, path: str | os.PathLike[str], fingerprint: str = "", *, name: str = "store") -> None:
+        self.path, self.fingerprint, self.name = folder_path(path, name), fingerprint, name
+        self._lock: Any = None
+
+    def make(self) -> None:
+        """Create the folder if there is none, before work is spent that it could not keep."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StoreError(
+                f"{self.name} must be a folder that can be written, received {self.path} ({exc}); take another one."
+            ) from exc
+
+    def open(self, fingerprint: str) -> None:
+        """Lock the folder for this process, and refuse what another study has left in it.
+
+        Raises
+        ------
+        StoreError
+            Another study holds it or has left it, the file system has no locks, or refuses.
+        """
+        self.make()
+        with self._refusals(self.path, "be a folder with the files of a store"):
+            self._acquire()
+        self.fingerprint, header = fingerprint, {"format": FORMAT, "fingerprint": fingerprint}
+        file = self.path / HEADER
+        try:
+            if not is_file(file):
+                self.write(HEADER, json.dumps(header).encode())
+            try:
+                found = json.loads(self.read(HEADER, LARGEST_HEADER))
+            except (ValueError, RecursionError) as exc:
+                raise StoreError(
+                    f"{file} must be the header of a study, but is damaged ({exc}); take a new folder."
+                ) from exc
+            if found != header:
+                raise StoreError(
+                    f"{self.path} must belong to this study (same attention, sampler, p and seed, or the same key), received "
+                    f"the store of another one, or of another version: {str(found)[:200]}, wanted {header}; take a new folder."
+                )
+        except BaseException:
+            self.close()
             raise
-        raise StoreError(
-            f"store must lie where files can be locked, but locks are not available on the file system of {folder} ({exc}); "
-            "take a folder on a local disk and copy it afterwards."
-        ) from exc
-    try:
-        write_whole(owner, str(os.getpid()).encode())
-    except BaseException:
-        held.release()
-        raise
-    return held
+
+    def close(self) -> None:
+        """Release the folder for other processes."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _acquire(self) -> None:
+        is_file(self.path / "lock")
+        held = filelock.FileLock(self.path / "lock", timeout=0, thread_local=False, fallback_to_soft=False)
+        try:
+            held.acquire()
+            write_whole(self.path / "owner", str(os.getpid()).encode())
+        except filelock.Timeout as exc:
+            name = read_whole(self.path / "owner", 64).decode(errors="replace").strip()
+            whose = (
+                "another study of this process"
+                if name == str(os.getpid())
+                else f"another process (number {name or 'unknown'})"
+            )
+            raise StoreError(f"{self.path} is in use by {whose}; wait for it or take a new folder.") from exc
+        except BaseException as exc:
+            held.release()
+            if isinstance(exc, OSError) and exc.errno in _NO_LOCKS:
+                raise StoreError(
+                    "store must lie where files can be locked, but locks are not available on the file system of "
+                    f"{self.path} ({exc}); take a folder on a local disk and copy it afterwards."
+                ) from exc
+            if isinstance(exc, OSError) and exc.errno in _READ_ONLY:
+                return
+            raise
+        self._lock = held
+
+    @property
+    def writable(self) -> bool:
+        """True while the folder is open and locked."""
+        return self._lock is not None
+
+    def checksum(self, content: bytes) -> str:
+        """Ties a record to its content and to what it belongs to."""
+        return hashlib.sha256(self.fingerprint.encode() + content).hexdigest()[:32]
+
+    def read(self, name: str, largest: int = LARGEST_FILE) -> bytes:
+        """The content of a file, empty if there is none."""
+        with self._refusals(self.path / name, "be a file that can be read"):
+            return read_whole(self.path / name, largest)
+
+    def write(self, name: str, content: bytes, *, grow: bool = False, shared: bool = False) -> None:
+        """A file with a new content, or with one more line (``grow``); ``shared`` files need no lock."""
+        if not (shared or self.writable):
+            raise StoreError(
+                f"store must be a folder that can be written as long as pairs are missing, received {self.path}, which can "
+                "only be read; copy it to another place."
+            )
+        with self._refusals(self.path / name, "have room for another record"):
+            (append if grow else write_whole)(self.path / name, content)
+
+    def set_aside(self, where: str, again: str) -> None:
+        """Say which records are not what was written."""
+        warnings.warn(f"{self.path / where}; set aside, {again} again.", StoreWarning, stacklevel=4)
+
+    @contextmanager
+    def _refusals(self, what: Path, required: str) -> Iterator[None]:
+        """What the system refuses as a StoreError; StoreErrors pass as they are."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as exc:
+            raise StoreError(
+                f"{what} must {required}, but the system refuses it ({exc}); what was kept before is kept: free some space and "
+                "run it again, or take a new folder."
+            ) from exc
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"

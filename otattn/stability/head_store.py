@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn._files.npz import read_npz
-from otattn.errors import StoreWarning
 from otattn.models import Transformer
 from otattn.stability.fingerprint import fingerprint
-from otattn.stability.folder import folder_path, is_file, make_folder, one_error, write_whole
+from otattn.stability.folder import StoreFolder, is_file
 from otattn.stability.heads import FIELDS, head_shapes
 
 __all__ = ["HeadStore"]
 
 Array = NDArray[np.float64]
-FORMAT = 2
+FORMAT = 3
 MAY_BE_NAN = ("published", "ratios")
 """Heads that no published theorem covers, and pairs that were twice the same run."""
 MAY_BE_INF = ("published", "own")
 """Upper bounds beyond float64."""
 
 
-class HeadStore:
-    """A folder with one file a finished head; without a folder nothing is kept.
+class HeadStore(StoreFolder):
+    """A folder with one file a finished head, in a subfolder that a hash of the measurement names.
 
-    Every file carries a checksum over its arrays, its head and the measurement; one that is damaged, edited or of another
-    head is named in a :class:`StoreWarning` and its head is measured again. Files appear whole, so no lock is needed:
-    processes may share the folder.
+    Files appear whole, so no lock is needed: processes may share the folder.
 
     Parameters
     ----------
-    path : path or None
+    path : path
     model : Transformer
     ids : list of ndarray (windows, n)
     sizes : list of int
@@ -50,7 +45,7 @@ class HeadStore:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None,
+        path: str | os.PathLike[str],
         model: Transformer,
         ids: list[NDArray[np.int64]],
         sizes: list[int],
@@ -58,47 +53,33 @@ class HeadStore:
         options: Any,
         key: str | None,
     ) -> None:
-        self.folder: Path | None = None
-        if path is None:
-            return
         what = (type(model), model.config, model.checkpoint.fingerprint) if key is None else key
-        self.key = fingerprint({"format": FORMAT, "model": what, "ids": ids, "options": (sizes, n_pairs, options)})
+        whole = fingerprint({"format": FORMAT, "model": what, "ids": ids, "options": (sizes, n_pairs, options)})
+        super().__init__(path, whole, name="cache")
+        self.path /= whole[:32]
         self.shapes = head_shapes(len(ids[0]), len(sizes), n_pairs)
-        self.folder = folder_path(path, "cache") / self.key[:32]
 
-    def _file(self, layer: int, head: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"layer{layer:03d}-head{head:03d}.npz"
-
-    def _checksum(self, layer: int, head: int, arrays: dict[str, Array]) -> str:
-        return fingerprint(self.key, layer, head, [np.asarray(arrays[name]) for name in FIELDS])
+    def _checksum(self, name: str, arrays: dict[str, Array]) -> str:
+        return self.checksum(b"".join((name.encode(), *(np.asarray(arrays[field]).tobytes() for field in FIELDS))))
 
     def get(self, layer: int, head: int) -> dict[str, Array] | None:
         """The arrays of a finished head, None when it is not finished or its file is not what was written."""
-        if self.folder is None:
-            return None
-        file = self._file(layer, head)
-        with one_error(f"{file} must be a file that can be read", "delete it to measure its head again"):
-            if not is_file(file):
+        name = _file(layer, head)
+        with self._refusals(self.path / name, "be a file that can be read"):
+            if not is_file(self.path / name):
                 return None
             try:
-                found = read_npz(file, (*FIELDS, "checksum"))
-                arrays = {name: found[name] for name in FIELDS}
-                fault = self._fault(arrays) or (
-                    ""
-                    if str(found["checksum"]) == self._checksum(layer, head, arrays)
-                    else "its checksum is another one"
-                )
+                found = read_npz(self.path / name, (*FIELDS, "checksum"))
+                arrays = {field: found[field] for field in FIELDS}
+                fault = self._fault(arrays)
+                if not fault and str(found["checksum"]) != self._checksum(name, arrays):
+                    fault = "its checksum is another one"
             except KeyError as exc:
                 fault = f"{exc.args[0]} is missing"
             except ValueError as exc:
                 fault = str(exc)
         if fault:
-            warnings.warn(
-                f"{file}: damaged, edited or of another head ({fault}); set aside, this head is measured again.",
-                StoreWarning,
-                stacklevel=3,
-            )
+            self.set_aside(f"{name}: damaged, edited or of another head ({fault})", "this head is measured")
             return None
         return arrays
 
@@ -112,17 +93,13 @@ class HeadStore:
                 return f"{name} has entries that are negative or not finite"
         return ""
 
-    def prepare(self) -> None:
-        """Make the folder, before work is spent that it could not keep."""
-        if self.folder is not None:
-            make_folder(self.folder, "cache")
-
     def put(self, layer: int, head: int, arrays: dict[str, Array]) -> None:
         """Keep a finished head: the whole file appears at once."""
-        if self.folder is None:
-            return
-        file, stream = self._file(layer, head), io.BytesIO()
-        checksum = np.array(self._checksum(layer, head, arrays))
+        name, stream = _file(layer, head), io.BytesIO()
+        checksum = np.array(self._checksum(name, arrays))
         np.savez(stream, allow_pickle=False, checksum=checksum, **arrays)  # type: ignore[arg-type,unused-ignore]
-        with one_error(f"{file} must be writable", "free space or take another folder"):
-            write_whole(file, stream.getvalue())
+        self.write(name, stream.getvalue(), shared=True)
+
+
+def _file(layer: int, head: int) -> str:
+    return f"layer{layer:03d}-head{head:03d}.npz"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
-from otattn.attention.rotary import RotaryAttention
+from otattn.attention import AttentionMap
+from otattn.attention.kernels import Projections
+from otattn.attention.single_head import SingleHead
 from otattn.lipschitz import bounds
 from otattn.lipschitz.local.value import splitting_part
 from otattn.lipschitz.theorem import THEOREMS
-from otattn.lipschitz.upper.rotary import rotary_row_bound
 from otattn.models.layer import ModelLayer
 from otattn.operators import measure_jacobian, top_singular
 from otattn.stability.samplers import window_pairs
@@ -44,15 +46,14 @@ def measure_head(
         drawn = stability_study(head, sampler, n_pairs=n_pairs, p=p, rng=child, progress=False).ratios
         ratios = np.full(n_pairs, np.nan)
         ratios[: len(drawn)] = drawn
-    inner = reduced.attention if isinstance(reduced, MaskedAttention) else reduced
-    assert isinstance(inner, (SoftmaxAttention, RotaryAttention))
-    A = inner.A if isinstance(inner, SoftmaxAttention) else inner.form(0)
+    maps = affine_maps(reduced)
+    assert maps is not None
     return {
         "particle": particle,
         "splitting": splitting,
         "radii": radii,
         "domain_radius": np.asarray(layer.domain.max_norm),
-        "norms": np.array([np.linalg.norm(A, 2), np.linalg.norm(inner.V, 2)]),
+        "norms": np.array([np.linalg.norm(maps.Wk.T @ maps.Wq, 2), np.linalg.norm(maps.V, 2)]),
         "gamma": np.asarray(head_gamma(head)),
         "published": np.array([published for published, _ in upper]),
         "own": np.array([own for _, own in upper]),
@@ -73,13 +74,15 @@ def _particle(head: AttentionMap, tokens: Array, tol: float) -> float:
 
 def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:
     """The published upper bound for n tokens (nan where there is none) and the least of our own."""
-    if isinstance(head, RotaryAttention):
-        return float("nan"), rotary_row_bound(head, radius=radius, n=n).value
-    theorem = bounds.castin2024_masked if isinstance(head, MaskedAttention) else bounds.castin2024_discrete
-    table = [
-        b for b in bounds.table(head, radius=radius, n=n) if b.kind == "upper" and not THEOREMS[b.theorem].published
-    ]
-    return theorem(head, radius=radius, n=n).value, min(b.value for b in table)
+    found = [b for b in bounds.table(head, radius=radius, n=n) if b.kind == "upper"]
+    published = [b.value for b in found if THEOREMS[b.theorem].published and b.n == n]
+    return min(published, default=math.nan), min(b.value for b in found if not THEOREMS[b.theorem].published)
+
+
+def affine_maps(head: AttentionMap) -> Projections | None:
+    """The matrices of a head, masked or not; None for a map that is no single head."""
+    inner = head.unmasked
+    return inner.projections() if isinstance(inner, SingleHead) else None
 
 
 def head_gamma(head: AttentionMap) -> float:
@@ -94,16 +97,14 @@ def head_gamma(head: AttentionMap) -> float:
 
     Examples
     --------
+    >>> from otattn.attention import SoftmaxAttention
     >>> head_gamma(SoftmaxAttention([[-2.0, 0.0], [0.0, 3.0]], [[1.0, 0.0]]))
     2.0
     """
-    inner = head.attention if isinstance(head, MaskedAttention) else head
-    if isinstance(inner, RotaryAttention):
-        M = inner.scale * inner.Q @ inner.K.T
-    elif isinstance(inner, SoftmaxAttention):
-        M = inner.A if inner.factors is None else inner.factors[0] @ inner.factors[1].T
-    else:
-        raise TypeError(f"head must be softmax or rotary attention, masked or not, received {type(head).__name__}.")
+    maps = affine_maps(head)
+    if maps is None or maps.quadratic or maps.centred or any(term.mass != "one" for term in head.values() or ()):
+        raise TypeError(f"head must be softmax or rotary attention, masked or not, received {head.kind}.")
+    M = maps.Wq @ maps.Wk.T
     values = np.linalg.eigvals(M)
     real = values.real[np.abs(values.imag) <= REAL * float(np.abs(values).max(initial=0.0))]
     if real.size == 0:
@@ -120,32 +121,18 @@ def in_span(head: AttentionMap, X: ArrayLike) -> tuple[AttentionMap, Array]:
 
     Examples
     --------
+    >>> from otattn.attention import SoftmaxAttention
     >>> head = SoftmaxAttention.from_qkv(np.eye(1, 9), np.eye(1, 9), np.eye(1, 9, 4))
     >>> reduced, Z = in_span(head, np.ones((5, 9)))
     >>> reduced.in_dim, Z.shape
     (2, (5, 2))
     """
     tokens = check.as_float_array(X, "X")
-    inner = head.attention if isinstance(head, MaskedAttention) else head
-    if isinstance(inner, RotaryAttention):
-        q, k = inner.Q, inner.K
-    elif isinstance(inner, SoftmaxAttention) and inner.factors is not None:
-        q, k = inner.factors[0], inner.factors[1]
-    else:
-        return head, tokens
-    rows = np.concatenate([q, k, inner.V])
-    if len(rows) >= rows.shape[1]:
+    maps = affine_maps(head)
+    rows = np.zeros((0, 0)) if maps is None else np.concatenate([maps.Wq, maps.Wk, maps.V])
+    if maps is None or len(rows) >= rows.shape[1]:
         return head, tokens
     _, s, Vt = np.linalg.svd(rows, full_matrices=False)
     keep = s > s.max() * len(rows) * np.finfo(np.float64).eps
     B = Vt[keep if keep.any() else slice(0, 1)].T
-    out: AttentionMap
-    if isinstance(inner, RotaryAttention):
-        out = inner.with_factors(q @ B, k @ B, inner.V @ B)
-    else:
-        assert inner.factors is not None
-        out = SoftmaxAttention.from_qkv(
-            q @ B, k @ B, inner.V @ B, scale=1.0, query_bias=inner.factors[2], value_bias=inner.value_bias
-        )
-        out = MaskedAttention(out) if isinstance(head, MaskedAttention) else out
-    return out, np.asarray(tokens @ B)
+    return head.in_coordinates(B, np.eye(len(maps.V))), np.asarray(tokens @ B)

@@ -195,11 +195,12 @@ def measure_layers(
     check.positive(tol, "tol")
     if isinstance(rng, bool) or not isinstance(rng, (int, np.integer)) or rng < 0:
         raise TypeError(f"rng must be a non-negative integer seed here (results are kept on disk), received {rng!r}.")
-    store = HeadStore(cache, model, inputs, sizes, n_pairs, (order, float(tol), int(rng)), check_key(key))
-    found = {(i, h): kept for i in which for h in count if (kept := store.get(i, h)) is not None}
+    own, options = check_key(key), (order, float(tol), int(rng))
+    store = None if cache is None else HeadStore(cache, model, inputs, sizes, n_pairs, options, own)
+    found = {(i, h): kept for i in which for h in count if store is not None and (kept := store.get(i, h)) is not None}
     missing = [i for i in which if any((i, h) not in found for h in count)]
-    if missing:
-        store.prepare()
+    if missing and store is not None:
+        store.make()
     total = len(which) * len(count)
     with tqdm(total=total, initial=len(found), desc="heads", unit="head", disable=not progress, leave=False) as bar:
         walks = [model.walk(ids, stop=missing[-1] + 1) for ids in inputs] if missing else []
@@ -212,7 +213,8 @@ def measure_layers(
                 at = layer.index, h
                 if at not in found:
                     found[at] = measure_head(layer, h, seen, steps[-1][2], n_pairs, order, tol, int(rng))
-                    store.put(*at, found[at])
+                    if store is not None:
+                        store.put(*at, found[at])
                     bar.update()
     per_head = {name: np.stack([np.stack([found[i, h][name] for h in count]) for i in which]) for name in FIELDS}
     for name in ("radii", "domain_radius"):

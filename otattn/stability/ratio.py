@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
-from otattn.distances.bures import bures_wasserstein
-from otattn.distances.conditional import conditional_wasserstein
-from otattn.distances.wasserstein import wasserstein
-from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
+from otattn.distances.conditional import distance_of
+from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability.certify import Evidence, Resolution, certify
 from otattn.stability.gaussian_margins import gaussian_margins
 
@@ -97,7 +95,7 @@ class StabilityRatio(Result):
         )
 
 
-def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) -> StabilityRatio:
+def stability_ratio(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, *, p: float = 2) -> StabilityRatio:
     r"""The factor by which attention stretched the distance between two measures.
 
     .. math:: \frac{W_p(F(\mu), F(\nu))}{W_p(\mu, \nu)}, \qquad F(\mu) = (\Gamma_\mu)_\# \mu
@@ -147,15 +145,14 @@ def stability_ratio(attention: AttentionMap, mu: Any, nu: Any, *, p: float = 2) 
     return _analyse(attention, first, second, order)[0]
 
 
-def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[Moved, Moved]:
+def prepare_pair(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, p: float) -> tuple[Moved, Moved]:
     """The pair as measures of one kind and one space, on which ``attention`` acts and ``W_p`` is defined."""
     if not isinstance(attention, AttentionMap):
         fix = "wrap it as FunctionAttention(function)" if callable(attention) else "build one, such as SoftmaxAttention"
         raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; {fix}.")
-    gaussian = isinstance(mu, GaussianMeasure), isinstance(nu, GaussianMeasure)
     first: Moved
     second: Moved
-    if all(gaussian):
+    if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
         if p != 2.0:
             raise ValueError(
                 f"p must be 2 between Gaussian measures, received {p:g}; only W_2 has a closed "
@@ -163,7 +160,7 @@ def prepare_pair(attention: AttentionMap, mu: Any, nu: Any, p: float) -> tuple[M
                 "for another order."
             )
         first, second = mu, nu
-    elif any(gaussian):
+    elif isinstance(mu, GaussianMeasure) or isinstance(nu, GaussianMeasure):
         raise TypeError("mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian.")
     else:
         first, second = attention.as_measure(mu), attention.as_measure(nu)
@@ -183,30 +180,22 @@ def image_distances(
 
     ``(0, 0)`` when the measures are equal, or closer than ``resolution`` times the size of ``mu``.
     """
-    denominator = _distance(mu, nu, p)
+    denominator = distance_of(mu, nu, p)
     if denominator == 0.0 or denominator < resolution * extent(mu):
         return 0.0, 0.0
-    return _distance(attention.pushforward(mu), attention.pushforward(nu), p), denominator
-
-
-def _distance(mu: Any, nu: Any, p: float) -> float:
-    if isinstance(mu, GaussianMeasure):
-        return bures_wasserstein(mu, nu)
-    if isinstance(mu, SpaceTimeMeasure):
-        return conditional_wasserstein(mu, nu, p=p)
-    return wasserstein(mu, nu, p=p)
+    return distance_of(attention.pushforward(mu), attention.pushforward(nu), p), denominator
 
 
 def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[StabilityRatio, Evidence]:
     """The ratio of a prepared pair, with its evidence."""
-    denominator = _distance(mu, nu, p)
+    denominator = distance_of(mu, nu, p)
     if denominator == 0.0:
         raise ValueError(
             "mu and nu must be different measures, received two equal ones: the stability ratio is then 0/0; "
             "perturb one, or use local_lipschitz for the limit of close measures."
         )
     images: tuple[Any, Any] = (attention.pushforward(mu), attention.pushforward(nu))
-    numerator = _distance(*images, p)
+    numerator = distance_of(*images, p)
     if not np.isfinite(numerator / denominator):
         raise OverflowError(
             f"the ratio must be finite, but {numerator:g} / {denominator:g} overflows; take measures further apart."

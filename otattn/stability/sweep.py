@@ -92,7 +92,7 @@ def sweep(
     n: int | Sequence[int],
     radius: float | Sequence[float] = 1.0,
     p: float | Sequence[float] = 2.0,
-    seeds: int | Sequence[int] = 0,
+    rng: int | Sequence[int] = 0,
     n_pairs: int = 100,
     sampler: SamplerFactory | None = None,
     n_jobs: int | None = 1,
@@ -106,7 +106,7 @@ def sweep(
     ----------
     attentions : AttentionMap, or a mapping or sequence of them
         Their names in the result are the keys, or "0", "1", ...
-    n, radius, p, seeds : value or sequence of values
+    n, radius, p, rng : value or sequence of values
         Axes of the grid: numbers of tokens, radii of the token ball, orders, seeds.
     n_pairs : int
         Pairs a study.
@@ -147,7 +147,7 @@ def sweep(
         "n": [check.count(v, "n") for v in _axis(n, "n")],
         "radius": [check.positive(v, "radius") for v in _axis(radius, "radius")],
         "p": [check.check_order(v) for v in _axis(p, "p")],
-        "seed": [check.count(v, "seeds", least=0) for v in _axis(seeds, "seeds")],
+        "seed": [check.count(v, "rng", least=0) for v in _axis(rng, "rng")],
     }
     points, studies = [], []
     grid = list(itertools.product(maps.items(), *axes.values()))

@@ -89,7 +89,7 @@ def study(rng: np.random.Generator) -> Outcome:
         pairs = oa.samplers.uniform_ball_pairs(q.n, q.map.dim, R)
         seed = int(rng.integers(2**31))
         found = asked(lambda: oa.stability_study(q.ours, pairs, n_pairs=5, rng=seed, progress=False))
-        swept = asked(lambda: oa.sweep(q.ours, n=q.n, radius=R, n_pairs=5, seeds=seed % 1000, progress=False))
+        swept = asked(lambda: oa.sweep(q.ours, n=q.n, radius=R, n_pairs=5, rng=seed % 1000, progress=False))
         claims = [(found.lower_bound().value, found.best), *((row["certified_lower"], None) for row in swept.rows())]
         faults = []
         with digits():
@@ -143,7 +143,7 @@ def flows(rng: np.random.Generator) -> Outcome:
             if worst > 1e-6:
                 faults.append(f"{key} is exceeded by {worst:.3g} in the logarithm")
         if found.radius_bounds is not None:
-            caps = asked(lambda: oa.radius_bound(q.ours, float(radii[0]), times))
+            caps = asked(lambda: oa.flow_radius_bound(q.ours, float(radii[0]), times))
             if not (radii <= caps * (1 + 1e-9)).all() or not (found.radius_bounds >= radii * (1 - 1e-9)).all():
                 faults.append(f"radii {radii.tolist()} against {caps.tolist()}")
         return outcome(name, q.kind, faults, (q, X.tolist(), Y.tolist(), times.tolist()), 2)
@@ -230,7 +230,7 @@ MEASURED: dict[str, Callable[[np.random.Generator], Outcome]] = {
     "stability_study": study,
     "sweep": study,
     "flow_stability": flows,
-    "radius_bound": flows,
+    "flow_radius_bound": flows,
     "gaussian_local_constant": gaussian,
     "local_growth": growth,
 }

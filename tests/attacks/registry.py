@@ -27,7 +27,7 @@ PROMISE = re.compile(
     r"\b(proven|proved|certif\w+|never (below|above)|(upper|lower) bounds?|outward|cannot exceed)\b", re.I
 )
 RESULTS = re.compile(
-    r"Bound|Certificate|Enclosure|Transport|OptimalPlan|StabilityRatio|StabilityStudy|Sweep|FlowStability"
+    r"Bound|Certificate|Enclosure|Transport|CostTransport|StabilityRatio|StabilityStudy|Sweep|FlowStability"
 )
 """Return types that hold a proven or certified value."""
 SPACES = {"": oa, "bounds.": oa.bounds, "relaxations.": oa.relaxations, "lipschitz.": lipschitz}
@@ -126,7 +126,7 @@ RUNS = {
     "enclose_lipschitz": 2,
     "enclosure_table": 1,
     "flow_stability": 2,
-    "radius_bound": 2,
+    "flow_radius_bound": 2,
     "stability_study": 12,
     "sweep": 12,
 }

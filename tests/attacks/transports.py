@@ -100,12 +100,12 @@ def conditional(rng: np.random.Generator) -> Outcome:
 
 
 def from_cost(rng: np.random.Generator) -> Outcome:
-    """``transport_plan`` for costs of any sign and spread."""
-    name, n = "transport_plan", int(rng.integers(1, 6))
+    """``transport_from_cost`` for costs of any sign and spread."""
+    name, n = "transport_from_cost", int(rng.integers(1, 6))
     C = rng.standard_normal((n, n)) * 10 ** (rng.uniform(-8, 8) if rng.random() < 0.5 else rng.uniform(-8, 8, (n, n)))
 
     def body() -> Outcome:
-        found = asked(lambda: oa.transport_plan(np.full(n, 1.0 / n), np.full(n, 1.0 / n), C))
+        found = asked(lambda: oa.transport_from_cost(np.full(n, 1.0 / n), np.full(n, 1.0 / n), C))
         with digits():
             true = min(mp.fsum(mp.mpf(C[i, s[i]]) for i in range(n)) for s in itertools.permutations(range(n))) / n
             slack = mp.mpf(4e-16) * mp.mpf(np.abs(C).max())  # of the weights 1/n
@@ -122,5 +122,5 @@ TRANSPORTS: dict[str, Callable[[np.random.Generator], Outcome]] = {
     "wasserstein": transport,
     "conditional_transport": conditional,
     "conditional_wasserstein": conditional,
-    "transport_plan": from_cost,
+    "transport_from_cost": from_cost,
 }

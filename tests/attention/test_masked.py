@@ -162,7 +162,7 @@ def test_masking_a_head_or_the_whole_is_the_same() -> None:
         (Compose(SoftmaxAttention(EYE, EYE)), "Compose"),
         (Residual(SoftmaxAttention(EYE, EYE)), "Residual"),
         (LayerNorm([1.0, 1.0]), "LayerNorm"),
-        (MaskedAttention(SoftmaxAttention(EYE, EYE)), "masked MaskedAttention"),
+        (MaskedAttention(SoftmaxAttention(EYE, EYE)), r"MaskedAttention\(SoftmaxAttention\)"),
         (MultiHeadAttention([SinkhornAttention(EYE, EYE)]), "SinkhornAttention"),
         (MultiHeadAttention([MultiHeadAttention([SinkhornAttention(EYE, EYE)])]), "SinkhornAttention"),
         (EYE, "ndarray"),

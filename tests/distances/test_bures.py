@@ -6,7 +6,7 @@ import pytest
 from distance_truth import bures_digits, relative_error
 
 from otattn._linalg import psd_sqrt
-from otattn.distances import bures_distance, bures_geodesic, bures_wasserstein, gaussian_transport_map
+from otattn.distances import bures_geodesic, bures_wasserstein, covariance_distance, gaussian_transport_map
 from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_factor, transpose
 from otattn.measures import GaussianMeasure
 
@@ -26,21 +26,21 @@ def conditioned(d, condition, rng):
 
 def test_B1_rank_one_against_the_identity():
     ones = np.ones((3, 3))
-    assert bures_distance(ones, np.eye(3)) == pytest.approx(np.sqrt((np.sqrt(3) - 1) ** 2 + 2), rel=1e-14)
-    assert bures_distance(ones, np.eye(3)) == pytest.approx(1.592450, abs=1e-6)
+    assert covariance_distance(ones, np.eye(3)) == pytest.approx(np.sqrt((np.sqrt(3) - 1) ** 2 + 2), rel=1e-14)
+    assert covariance_distance(ones, np.eye(3)) == pytest.approx(1.592450, abs=1e-6)
     thin = np.array([[1.0, 0.1], [0.1, 0.01]])
-    assert bures_distance(thin, np.eye(2)) == pytest.approx(np.sqrt((np.sqrt(1.01) - 1) ** 2 + 1), rel=1e-14)
-    assert bures_distance(thin, np.eye(2)) == pytest.approx(1.0000124, abs=1e-7)
+    assert covariance_distance(thin, np.eye(2)) == pytest.approx(np.sqrt((np.sqrt(1.01) - 1) ** 2 + 1), rel=1e-14)
+    assert covariance_distance(thin, np.eye(2)) == pytest.approx(1.0000124, abs=1e-7)
     for S in (ones, thin, np.eye(3)):
-        assert bures_distance(S, S) == 0.0
+        assert covariance_distance(S, S) == 0.0
 
 
 @pytest.mark.parametrize(("S", "message"), [(-np.eye(2), "positive semi-definite"), ([[1, 0.5], [0, 1]], "symmetric")])
 def test_B2_no_covariances(S, message):
     with pytest.raises(ValueError, match=f"not {message}"):
-        bures_distance(S, np.eye(2))
+        covariance_distance(S, np.eye(2))
     with pytest.raises(ValueError, match=f"not {message}"):
-        bures_distance(np.eye(2), S)
+        covariance_distance(np.eye(2), S)
     with pytest.raises(ValueError, match=f"not {message}"):
         GaussianMeasure(np.zeros(2), S)
 
@@ -58,11 +58,11 @@ def test_B4_covariance_of_few_samples():
     X = np.random.default_rng(4).normal(size=(4, 6))
     X -= X.mean(axis=0)
     S = X.T @ X / 4
-    assert bures_distance(S, S) == 0.0
+    assert covariance_distance(S, S) == 0.0
     # the three directions of the samples, and three that are missing
     s = np.linalg.svd(X / 2, compute_uv=False)[:3]
-    assert bures_distance(S, np.eye(6)) == pytest.approx(np.sqrt(((s - 1) ** 2).sum() + 3), rel=1e-13)
-    assert np.isfinite(bures_distance(np.eye(6), S))
+    assert covariance_distance(S, np.eye(6)) == pytest.approx(np.sqrt(((s - 1) ** 2).sum() + 3), rel=1e-13)
+    assert np.isfinite(covariance_distance(np.eye(6), S))
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_sixty_digits_near_and_far(d, condition):
             if (S2 == S1).all():
                 continue
             truth = bures_digits(S1, S2)
-            for value in (bures_distance(S1, S2), bures_distance(S2, S1)):
+            for value in (covariance_distance(S1, S2), covariance_distance(S2, S1)):
                 assert relative_error(value, truth) < 1e-11
 
 
@@ -99,8 +99,8 @@ def test_sixty_digits_rank_deficient(d, r, q):
         others.append(S + np.diag(np.eye(d)[d - 1]) * 2.0**-k)  # a direction more, when there is one
     for other in others:
         truth = bures_digits(S, other, dps=90)
-        assert relative_error(bures_distance(S, other), truth) < 1e-14
-        assert relative_error(bures_distance(other, S), truth) < 1e-14
+        assert relative_error(covariance_distance(S, other), truth) < 1e-14
+        assert relative_error(covariance_distance(other, S), truth) < 1e-14
 
 
 def test_diagonal_covariances_down_to_1e_12_of_the_scale():
@@ -112,18 +112,20 @@ def test_diagonal_covariances_down_to_1e_12_of_the_scale():
     ):
         a, b = np.array(a, dtype=float), np.array(b, dtype=float)
         truth = np.linalg.norm(np.sqrt(a) - np.sqrt(b))
-        assert bures_distance(np.diag(a), np.diag(b)) == pytest.approx(truth, rel=1e-14)
+        assert covariance_distance(np.diag(a), np.diag(b)) == pytest.approx(truth, rel=1e-14)
 
 
 def test_scales_with_the_units():
     rng = np.random.default_rng(3)
     S1, S2 = conditioned(4, 1e3, rng), conditioned(4, 1e3, rng)
-    base = bures_distance(S1, S2)
-    near = bures_distance(S1, S1 * (1 + 1e-9))
+    base = covariance_distance(S1, S2)
+    near = covariance_distance(S1, S1 * (1 + 1e-9))
     for unit in (1e-200, 1e-10, 1e10, 1e200):
-        assert bures_distance(unit * S1, unit * S2) == pytest.approx(np.sqrt(unit) * base, rel=1e-12)
+        assert covariance_distance(unit * S1, unit * S2) == pytest.approx(np.sqrt(unit) * base, rel=1e-12)
     for unit in (2.0**-600, 2.0**600):
-        assert bures_distance(unit * S1, unit * (S1 * (1 + 1e-9))) == pytest.approx(np.sqrt(unit) * near, rel=1e-13)
+        assert covariance_distance(unit * S1, unit * (S1 * (1 + 1e-9))) == pytest.approx(
+            np.sqrt(unit) * near, rel=1e-13
+        )
 
 
 def test_factors_in_float64_leave_only_the_rounding_of_storage():
@@ -133,9 +135,9 @@ def test_factors_in_float64_leave_only_the_rounding_of_storage():
         F = rng.normal(size=(d, r))
         s = np.linalg.svd(F, compute_uv=False)
         S = F @ F.T
-        assert bures_distance(S, np.eye(d)) == pytest.approx(np.sqrt(((s - 1) ** 2).sum() + d - r), rel=1e-13)
+        assert covariance_distance(S, np.eye(d)) == pytest.approx(np.sqrt(((s - 1) ** 2).sum() + d - r), rel=1e-13)
         G = F * (1 + 1e-6)
-        assert bures_distance(S, G @ G.T) == pytest.approx(1e-6 * np.linalg.norm(F), rel=1e-8)
+        assert covariance_distance(S, G @ G.T) == pytest.approx(1e-6 * np.linalg.norm(F), rel=1e-8)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -148,32 +150,32 @@ def test_batches_agree_with_single_pairs():
     S = Z @ np.swapaxes(Z, -1, -2)
     near = S * (1 + 1e-9)
     mixed = np.where(np.arange(3)[None, :, None, None] == 0, near, S[::-1])
-    batch = bures_distance(S, mixed)
+    batch = covariance_distance(S, mixed)
     assert batch.shape == (2, 3)
     for i, j in np.ndindex(2, 3):
-        assert batch[i, j] == pytest.approx(float(bures_distance(S[i, j], mixed[i, j])), rel=1e-12)
-    assert bures_distance(S, np.eye(4)).shape == (2, 3)
-    assert bures_distance(S[0, 0], S[0, 0]).shape == ()
+        assert batch[i, j] == pytest.approx(float(covariance_distance(S[i, j], mixed[i, j])), rel=1e-12)
+    assert covariance_distance(S, np.eye(4)).shape == (2, 3)
+    assert covariance_distance(S[0, 0], S[0, 0]).shape == ()
 
 
 def test_laws_of_a_distance():
     rng = np.random.default_rng(6)
     for ranks in ((4, 4, 4), (2, 3, 4), (1, 1, 2)):
         S, T, U = (Z @ Z.T for Z in (rng.normal(size=(4, r)) for r in ranks))
-        assert bures_distance(S, T) == pytest.approx(bures_distance(T, S), rel=1e-13)
-        assert bures_distance(S, T) <= bures_distance(S, U) + bures_distance(U, T)
+        assert covariance_distance(S, T) == pytest.approx(covariance_distance(T, S), rel=1e-13)
+        assert covariance_distance(S, T) <= covariance_distance(S, U) + covariance_distance(U, T)
         Q = np.linalg.qr(rng.normal(size=(4, 4)))[0]
         turned = symmetric(Q @ S @ Q.T), symmetric(Q @ T @ Q.T)
         # turning rounds the covariances by 1e-16, and square roots of zero eigenvalues by 1e-8 times less
         # than that
-        assert bures_distance(*turned) == pytest.approx(bures_distance(S, T), rel=1e-12)
+        assert covariance_distance(*turned) == pytest.approx(covariance_distance(S, T), rel=1e-12)
 
 
 def test_commuting_covariances_have_a_closed_form():
     rng = np.random.default_rng(7)
     a, b = rng.random(5), rng.random(5)
     E = np.linalg.qr(rng.normal(size=(5, 5)))[0]
-    value = bures_distance(symmetric((E * a) @ E.T), symmetric((E * b) @ E.T))
+    value = covariance_distance(symmetric((E * a) @ E.T), symmetric((E * b) @ E.T))
     assert value == pytest.approx(np.linalg.norm(np.sqrt(a) - np.sqrt(b)), rel=1e-12)
 
 
@@ -193,11 +195,11 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="dimensions 1 and 2"):
         bures_wasserstein(g, GaussianMeasure([0.0, 0.0], np.eye(2)))
     with pytest.raises(ValueError, match="square"):
-        bures_distance(np.ones((2, 3)), np.eye(2))
+        covariance_distance(np.ones((2, 3)), np.eye(2))
     with pytest.raises(ValueError, match="one size"):
-        bures_distance(np.eye(2), np.eye(3))
+        covariance_distance(np.eye(2), np.eye(3))
     with pytest.raises(ValueError, match="finite"):
-        bures_distance([[np.nan]], [[1.0]])
+        covariance_distance([[np.nan]], [[1.0]])
 
 
 # --------------------------------------------------------------------------------------------- map and

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 from scipy.sparse import csr_array
 
-from otattn.distances import bures_distance, bures_geodesic, transport
+from otattn.distances import bures_geodesic, covariance_distance, transport
 from otattn.distances.costs import pair_distances, pairwise_distances, power_mean
 from otattn.distances.double_double import _two_product
 from otattn.measures import GaussianMeasure
@@ -69,7 +69,7 @@ def test_a_correlation_a_few_roundings_from_one_keeps_its_rank():
         s, t = k * EPS, m * EPS
         S, T = (np.array([[1.0, 1.0 - u], [1.0 - u, 1.0]]) for u in (s, t))
         exact = np.hypot(np.sqrt(t) - np.sqrt(s), (t - s) / (np.sqrt(2.0 - s) + np.sqrt(2.0 - t)))
-        assert abs(float(bures_distance(S, T)) - exact) <= 1e-6 * exact
+        assert abs(float(covariance_distance(S, T)) - exact) <= 1e-6 * exact
 
 
 def test_products_are_error_free():

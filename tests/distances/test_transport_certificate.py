@@ -8,7 +8,7 @@ from distance_truth import ORDERS, assignment_by_brute_force, linear_program, ra
 from scipy.sparse import csr_array
 from scipy.spatial.distance import cdist
 
-from otattn.distances import TransportResult, transport, transport_plan, wasserstein
+from otattn.distances import TransportResult, transport, transport_from_cost, wasserstein
 from otattn.errors import ConvergenceError, MemoryBudgetError
 from otattn.measures import DiscreteMeasure
 
@@ -202,13 +202,13 @@ def check_plan(result, gap=1e-12):
 @pytest.mark.parametrize("s", [1e3, 1e8, 1e16, 1e32, 1e100])
 def test_W4_a_cost_far_above_the_others(s):
     third = [1 / 3] * 3
-    result = transport_plan(third, third, [[1, 2, s], [2, 5, s], [s, s, 3]])
+    result = transport_from_cost(third, third, [[1, 2, s], [2, 5, s], [s, s, 3]])
     assert result.value == pytest.approx(7 / 3, rel=1e-14)
     check_plan(result)
     # the same with masses that are no assignment: all of row 0 and 1 moves inside the block, at its own
     # optimum
     weights = [0.2, 0.3, 0.5]
-    general = transport_plan(weights, [0.4, 0.1, 0.5], [[1, 2, s], [2, 5, s], [s, s, 3]])
+    general = transport_from_cost(weights, [0.4, 0.1, 0.5], [[1, 2, s], [2, 5, s], [s, s, 3]])
     assert general.value == pytest.approx(0.1 * 1 + 0.1 * 2 + 0.3 * 2 + 0.5 * 3, rel=1e-14)
     check_plan(general)
 
@@ -223,7 +223,7 @@ def test_W4_as_points():
 
 
 def test_W7_a_zero_weight_has_a_feasible_potential():
-    result = transport_plan([0.5, 0.5, 0], [0.5, 0.25, 0.25], [[1, 3, 0], [4, 1, 2], [0, 0, 9]])
+    result = transport_from_cost([0.5, 0.5, 0], [0.5, 0.25, 0.25], [[1, 3, 0], [4, 1, 2], [0, 0, 9]])
     assert result.value == pytest.approx(1.25, rel=1e-15)
     check_plan(result)
 
@@ -238,7 +238,7 @@ def test_any_cost_against_a_linear_program(shape):
         rng.integers(0, 3, size=shape),
         1e9 * rng.random(shape),
     ):
-        result = transport_plan(a, b, C)
+        result = transport_from_cost(a, b, C)
         shift = C.min()
         assert result.value - shift == pytest.approx(linear_program(C - shift + 0.0, a, b), rel=1e-8, abs=1e-9)
         check_plan(result)
@@ -249,7 +249,7 @@ def test_costs_of_many_magnitudes_in_one_matrix():
     for _ in range(20):
         C = 10.0 ** rng.uniform(-20, 20, size=(6, 6))
         weights = np.full(6, 1 / 6)
-        result = transport_plan(weights, weights, C)
+        result = transport_from_cost(weights, weights, C)
         check_plan(result)
         from scipy.optimize import linear_sum_assignment
 
@@ -259,15 +259,15 @@ def test_costs_of_many_magnitudes_in_one_matrix():
 
 def test_plans_refuse_bad_input():
     with pytest.raises(ValueError, match="cost"):
-        transport_plan([0.5, 0.5], [1.0], [[1.0, np.nan]])
+        transport_from_cost([0.5, 0.5], [1.0], [[1.0, np.nan]])
     with pytest.raises(ValueError, match="a must"):
-        transport_plan([0.5, 0.5], [1.0], [[1.0], [2.0], [3.0]])
+        transport_from_cost([0.5, 0.5], [1.0], [[1.0], [2.0], [3.0]])
     with pytest.raises(ValueError, match="sum"):
-        transport_plan([0.5, 0.4], [1.0], [[1.0], [2.0]])
+        transport_from_cost([0.5, 0.4], [1.0], [[1.0], [2.0]])
 
 
 def test_plan_verify_refuses_what_was_tampered_with():
-    result = transport_plan([0.5, 0.5], [0.25, 0.75], [[0.0, 1.0], [1.0, 0.5]])
+    result = transport_from_cost([0.5, 0.5], [0.25, 0.75], [[0.0, 1.0], [1.0, 0.5]])
     f, g = result.potentials
     for change in (
         {"value": result.value + 1e-9},

@@ -19,7 +19,7 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from otattn.dynamics import flow, radius_bound
+from otattn.dynamics import flow, flow_radius_bound
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
 I2 = np.eye(2)
@@ -266,19 +266,24 @@ def test_support_radius_never_exceeds_its_bound():
         X = rng.uniform(0.2, 2.0) * rng.normal(size=(n, d))
         out = flow(attention, X, t_span=(0, rng.uniform(0.1, 0.8)), rtol=1e-5, atol=1e-8, method="RK45", dense=False)
         assert out.status == "success"
-        assert (out.radii() <= radius_bound(attention, out.radii()[0], out.times) * (1 + 1e-4)).all()
+        assert (out.radii() <= flow_radius_bound(attention, out.radii()[0], out.times) * (1 + 1e-4)).all()
 
 
 def test_the_radius_bound_is_attained():
     """One token with V = v I moves like e^{vt}."""
     out = flow(SoftmaxAttention([[1.0]], [[1.5]], value_bias=[0.5]), [[2.0]], t_span=(0, 1), t_eval=[1.0], rtol=1e-11)
     assert out.radii()[0] == pytest.approx(
-        radius_bound(SoftmaxAttention([[1.0]], [[1.5]], value_bias=[0.5]), 2.0, 1.0), rel=1e-9
+        flow_radius_bound(SoftmaxAttention([[1.0]], [[1.5]], value_bias=[0.5]), 2.0, 1.0), rel=1e-9
     )
     with pytest.raises(ValueError, match="normalised kernel"):
-        radius_bound(ReLUAttention([[1.0]], [[1.0]]), 1.0, 1.0)
+        flow_radius_bound(ReLUAttention([[1.0]], [[1.0]]), 1.0, 1.0)
+    nested = Residual(Residual(SoftmaxAttention([[1.0]], [[1.0]]), scale=0.5), scale=0.5)  # moves by x / 2 + ...
+    with pytest.raises(ValueError, match="normalised kernel"):
+        flow_radius_bound(nested, 1.0, 1.0)
+    with pytest.raises(ValueError, match="value matrix"):
+        flow(nested, [[1.0]], t_span=(0, 1), normalization="rescaled")
     with pytest.raises(ValueError, match="non-negative"):
-        radius_bound(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, [-1.0])
+        flow_radius_bound(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, [-1.0])
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -5,7 +5,6 @@ import pytest
 
 from otattn.attention import LinearAttention, SoftmaxAttention
 from otattn.dynamics import (
-    clusters,
     depth_convergence,
     flow,
     flow_stability,
@@ -13,6 +12,7 @@ from otattn.dynamics import (
     limit_polytope,
     limit_rank_histogram,
     mean_field_limit,
+    token_clusters,
 )
 from otattn.measures import DiscreteMeasure, GaussianMeasure
 from otattn.plotting import flows as pictures
@@ -41,7 +41,7 @@ def test_sphere_and_clusters(tmp_path):
     ax = pictures.plot_sphere_flow(out)
     assert ax.name == "3d"
     ax.figure.savefig(tmp_path / "sphere.png", dpi=40)
-    history = clusters(out, tol=0.3)
+    history = token_clusters(out, tol=0.3)
     counts = pictures.plot_cluster_counts(history)
     assert counts.lines[0].get_ydata().tolist() == history.counts.tolist()
     with pytest.raises(ValueError, match="dimension 3"):
@@ -67,7 +67,7 @@ def test_stability_depth_and_mean_field(tmp_path):
     study = depth_convergence(SoftmaxAttention(I2, I2), X, depths=[8, 16, 32])
     assert np.allclose(pictures.plot_depth_convergence(study).lines[0].get_ydata(), study.errors)
     law = GaussianMeasure([0.0, 0.0], I2)
-    limit = mean_field_limit(SoftmaxAttention(I2, -I2), law, sizes=[10, 20], samples=2, t_span=(0, 0.3), rng=0)
+    limit = mean_field_limit(SoftmaxAttention(I2, -I2), law, n_values=[10, 20], samples=2, t_span=(0, 0.3), rng=0)
     ax = pictures.plot_mean_field_limit(limit)
     assert len(ax.lines) == 3
     ax.figure.savefig(tmp_path / "limit.png", dpi=40)

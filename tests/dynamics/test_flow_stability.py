@@ -55,7 +55,7 @@ def test_bounds_hold(name, p, weighted):
     assert out.status == "success"
     assert out.n == (None if weighted else 4)
     assert out.verify()
-    assert ("ours" in out.log_bounds) == (name not in ("sigmoid", "sinkhorn"))
+    assert ("ours" in out.log_bounds) == (name != "sinkhorn")
     assert ("published" in out.log_bounds) == (p == 2 and name.startswith(("softmax", "residual")))
     for name_, bound in out.log_bounds.items():
         assert (np.log(out.ratios) <= bound + 1e-6).all(), name_
@@ -166,10 +166,10 @@ def test_moments_approach_the_gaussian_flow_like_n_to_the_minus_half():
     """32 samples a size: root mean squares are known to 1/8, their slope over a factor 8 in n to about 0.1."""
     law = GaussianMeasure([0.0], [[1.0]])
     attention = SoftmaxAttention([[0.5]], [[-0.5]])
-    study = mean_field_limit(attention, law, sizes=[40, 80, 160, 320], samples=32, t_span=(0, 1), rng=1)
+    study = mean_field_limit(attention, law, n_values=[40, 80, 160, 320], samples=32, t_span=(0, 1), rng=1)
     assert study.reference == "gaussian"
     rms = np.sqrt((study.distances**2).mean(axis=1))
-    assert fit_exponent(study.sizes, rms).exponent == pytest.approx(-0.5, abs=0.2)
+    assert fit_exponent(study.n_values, rms).exponent == pytest.approx(-0.5, abs=0.2)
     assert study.rate == pytest.approx(0.5, abs=4 * study.fit().standard_error)
     # what contracts in distribution contracts in the moments
     assert (study.distances.mean(axis=1) < 2 * study.initial.mean(axis=1)).all()
@@ -185,7 +185,7 @@ def test_particles_approach_a_larger_system():
     study = mean_field_limit(
         SoftmaxAttention(I2, -I2),
         law,
-        sizes=[20, 60, 180],
+        n_values=[20, 60, 180],
         samples=4,
         reference_size=600,
         t_span=(0, 0.5),
@@ -201,17 +201,17 @@ def test_bad_mean_field_input():
     g = GaussianMeasure([0.0], [[1.0]])
     attention = SoftmaxAttention([[1.0]], [[1.0]])
     with pytest.raises(ValueError, match="must exist"):
-        mean_field_limit(attention, g, sizes=[10, 20], t_span=(0, 1), rng=0)  # blows up at 1/2
+        mean_field_limit(attention, g, n_values=[10, 20], t_span=(0, 1), rng=0)  # blows up at 1/2
     with pytest.raises(ValueError, match="two numbers"):
-        mean_field_limit(attention, g, sizes=[10], t_span=(0, 0.1), rng=0)
+        mean_field_limit(attention, g, n_values=[10], t_span=(0, 0.1), rng=0)
     with pytest.raises(ValueError, match="as law"):
         mean_field_limit(
             attention,
             lambda n, rng: rng.normal(size=(n, 1)),
-            sizes=[10, 20],
+            n_values=[10, 20],
             reference="gaussian",
             t_span=(0, 0.1),
             rng=0,
         )
     with pytest.raises(ValueError, match="reference"):
-        mean_field_limit(attention, g, sizes=[10, 20], reference="exact", t_span=(0, 0.1), rng=0)
+        mean_field_limit(attention, g, n_values=[10, 20], reference="exact", t_span=(0, 0.1), rng=0)

@@ -6,6 +6,7 @@ from scipy.integrate import quad, solve_ivp
 from scipy.linalg import expm
 
 from otattn.attention import (
+    Compose,
     L2Attention,
     LinearAttention,
     MaskedAttention,
@@ -47,6 +48,9 @@ def variants(d, seed=0):
             [soft, SinkhornAttention(m(d, d), m(2, d))], [m(d, d), m(d, 2)], output_bias=m(d)
         ),
         "residual": Residual(soft, scale=0.5),
+        "residual in residual": Residual(Residual(soft, scale=0.3), scale=0.5),
+        "residual of a composition": Residual(Compose(soft, LinearAttention(m(d, d), 0.1 * m(d, d))), scale=0.2),
+        "residual heads": MultiHeadAttention([Residual(soft), soft], [0.1 * m(d, d), m(d, d)]),
     }
 
 
@@ -65,7 +69,7 @@ def test_fields_are_the_affine_maps(name, rank):
     for b in range(5):
         L = np.exp(s[b]) * M[b]
         G, offset = attention.gaussian_affine(GaussianMeasure(alpha[b], L @ L.T))
-        if name == "residual":
+        if isinstance(attention, Residual):
             G = G - np.eye(3)
         assert np.abs(GM[b] - G @ M[b]).max() < 1e-12 * max(1.0, np.abs(GM[b]).max())
         assert np.abs(da[b] - G @ alpha[b] - offset).max() < 1e-12 * max(1.0, np.abs(da[b]).max())
@@ -80,7 +84,7 @@ def test_flows_solve_the_moment_equations(name):
     def plain(t, y):
         S = y[3:].reshape(3, 3)
         G, offset = attention.gaussian_affine(GaussianMeasure(y[:3], 0.5 * (S + S.T)))
-        if name == "residual":
+        if isinstance(attention, Residual):
             G = G - np.eye(3)
         D = G @ S
         return np.concatenate([G @ y[:3] + offset, (D + D.T).ravel()])

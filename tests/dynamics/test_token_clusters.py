@@ -13,7 +13,7 @@ from otattn.attention import (
     SigmoidAttention,
     SoftmaxAttention,
 )
-from otattn.dynamics import clusters, flow, leaders, limit_polytope
+from otattn.dynamics import flow, limit_polytope, token_clusters, token_leaders
 from otattn.measures import DiscreteMeasure
 
 I2 = np.eye(2)
@@ -30,16 +30,16 @@ def still(points, weights=None):
 
 def test_labels_and_masses():
     X = [[5.0, 0.0], [0.0, 0.0], [5.1, 0.0], [9.0, 9.0], [0.1, 0.0], [0.2, 0.0]]
-    out = clusters(still(X, [0.1, 0.2, 0.3, 0.0, 0.2, 0.2]), tol=0.15)
+    out = token_clusters(still(X, [0.1, 0.2, 0.3, 0.0, 0.2, 0.2]), tol=0.15)
     assert out.labels[0].tolist() == [0, 1, 0, -1, 1, 1]  # a chain is one cluster, no weight is no cluster
     assert out.counts.tolist() == [2, 2]
     assert np.allclose(out.masses[0], [0.4, 0.6])
-    assert clusters(still([[1.0, 2.0]])).counts.tolist() == [1, 1]
+    assert token_clusters(still([[1.0, 2.0]])).counts.tolist() == [1, 1]
 
 
 def test_single_linkage_is_scipys():
     X = np.random.default_rng(0).normal(size=(30, 2))
-    out = clusters(still(X), tol=0.4)
+    out = token_clusters(still(X), tol=0.4)
     assert out.counts[0] == fcluster(linkage(X, "single"), 0.4, "distance").max()
 
 
@@ -50,7 +50,7 @@ def test_time_to_cluster_on_the_circle():
     end = 2 * np.arcsin(tol / 2)
     exact = quad(lambda a: (1 + np.exp(1 - np.cos(a))) / (2 * np.sin(a)), end, theta)[0]
     times = np.linspace(0, 2 * exact, 401)
-    out = clusters(
+    out = token_clusters(
         flow(SoftmaxAttention(I2, I2), X, t_span=(0, times[-1]), t_eval=times, normalization="sphere"), tol=tol
     )
     assert exact <= out.time_to(1) <= exact + times[1]
@@ -59,7 +59,7 @@ def test_time_to_cluster_on_the_circle():
     plateaus = out.plateaus()
     assert [p.count for p in plateaus] == [2, 1]
     assert plateaus[0].duration == pytest.approx(out.time_to(1))
-    assert clusters(still(X), tol=tol).time_to(1) == np.inf
+    assert token_clusters(still(X), tol=tol).time_to(1) == np.inf
 
 
 def test_metastability_on_the_sphere():
@@ -67,7 +67,7 @@ def test_metastability_on_the_sphere():
     angles = np.array([0.0, 0.1, 0.15, 2.0, 2.1, 4.0, 4.05])
     X = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     times = np.linspace(0, 60, 601)
-    out = clusters(
+    out = token_clusters(
         flow(SoftmaxAttention(5 * I2, I2), X, t_span=(0, 60), t_eval=times, normalization="sphere"), tol=0.02
     )
     assert (np.diff(out.counts) <= 0).all()
@@ -78,26 +78,26 @@ def test_metastability_on_the_sphere():
 
 def test_leaders():
     X = np.array([[2.0, 0.0], [1.0, 0.1], [0.0, 1.0]])
-    out = leaders(still(X))
+    out = token_leaders(still(X))
     assert out.follows[0].tolist() == [0, 0, 2]
     assert out.leader[0].tolist() == [True, False, True]
     assert out.followers[0].tolist() == [2, 0, 1]
     assert out.counts.tolist() == [2, 2]
     P = np.exp(X @ X.T)
     assert np.allclose(out.received[0], (P / P.sum(axis=1, keepdims=True)).mean(axis=0), rtol=1e-13)
-    weighted = leaders(still(X, [0.0, 0.5, 0.5]))
+    weighted = token_leaders(still(X, [0.0, 0.5, 0.5]))
     assert weighted.follows[0].tolist() == [1, 1, 2]
     assert weighted.received[0].sum() == pytest.approx(1.0)
     assert weighted.received[0][0] == 0.0
-    masked = leaders(flow(MaskedAttention(STILL), X[::-1], t_span=(0, 1), t_eval=[0.0]))
+    masked = token_leaders(flow(MaskedAttention(STILL), X[::-1], t_span=(0, 1), t_eval=[0.0]))
     assert masked.follows[0].tolist() == [0, 1, 2]
     # nearest neighbours under L2 attention: everybody leads
     heads = MultiHeadAttention([STILL, L2Attention(I2, I2, 0 * I2)])
-    assert leaders(flow(heads, X, t_span=(0, 1), t_eval=[0.0]), head=1).counts.tolist() == [3]
+    assert token_leaders(flow(heads, X, t_span=(0, 1), t_eval=[0.0]), head=1).counts.tolist() == [3]
     with pytest.raises(ValueError, match="softmax or L2"):
-        leaders(flow(SigmoidAttention(I2, I2), X, t_span=(0, 1)))
+        token_leaders(flow(SigmoidAttention(I2, I2), X, t_span=(0, 1)))
     with pytest.raises(ValueError, match="head"):
-        leaders(flow(heads, X, t_span=(0, 1)), head=2)
+        token_leaders(flow(heads, X, t_span=(0, 1)), head=2)
 
 
 # ------------------------------------------------------------------------------------------------ polytopes
@@ -150,6 +150,6 @@ def test_degenerate_hulls():
 
 def test_nothing_to_cluster():
     empty = flow(LinearAttention([[1.0]], [[1.0]]), [[1.0]], t_span=(0, 1), t_eval=[0.9])
-    for function in (clusters, limit_polytope):
+    for function in (token_clusters, limit_polytope):
         with pytest.raises(ValueError, match="at least one time"):
             function(empty)

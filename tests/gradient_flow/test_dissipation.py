@@ -51,18 +51,18 @@ def test_energy_balance(kind: type, c: float) -> None:
 def test_balance_over_a_long_time() -> None:
     A, mu = _setting(11, 3)
     # the energy falls from 0.1 to 1e-45 on the way: the absolute error of the integrator is what is left
-    result = energy_dissipation(SoftmaxAttention(A, -A), mu, t_end=5.0, n_times=9)
+    result = energy_dissipation(SoftmaxAttention(A, -A), mu, t_span=(0.0, 5.0), n_times=9)
     assert result.defect < 1e-8
     assert result.energies[-1] < 1e-30 * result.energies[0]
     assert (np.diff(result.energies) < 0).all()
-    result = energy_dissipation(SinkhornAttention(A, -A), mu, t_end=5.0)
+    result = energy_dissipation(SinkhornAttention(A, -A), mu, t_span=(0.0, 5.0))
     assert result.defect < 1e-8
 
 
 def test_closed_form_of_one_token() -> None:
     """``x' = a x`` for softmax with ``V = A = a`` and one token; ``E = exp(a x^2) / 2``."""
     a = 0.5
-    result = energy_dissipation(SoftmaxAttention([[a]], [[a]]), [[1.0]], t_end=1.0)
+    result = energy_dissipation(SoftmaxAttention([[a]], [[a]]), [[1.0]], t_span=(0.0, 1.0))
     x = np.exp(a * result.times)
     assert np.allclose(result.energies * np.exp(result.log_scale), 0.5 * np.exp(a * x * x), rtol=1e-9)
     assert result.mobility
@@ -127,10 +127,10 @@ def test_bad_input() -> None:
     A, mu = _setting(16, 2)
     with pytest.raises(ValueError, match="known energy"):
         energy_dissipation(SoftmaxAttention(A, np.eye(2)), mu)
-    with pytest.raises(ValueError, match="t_end"):
-        energy_dissipation(SoftmaxAttention(A, A), mu, t_end=-1.0)
+    with pytest.raises(ValueError, match="t_span"):
+        energy_dissipation(SoftmaxAttention(A, A), mu, t_span=(0.0, -1.0))
     with pytest.raises(ValueError, match="n_times must be at least 2"):
         energy_dissipation(SoftmaxAttention(A, A), mu, n_times=1)
     # x' = x^3 blows up at t = 1/2
     with pytest.raises((ConvergenceError, OverflowError)):
-        energy_dissipation(LinearAttention([[1.0]], [[1.0]]), [[1.0]], t_end=0.6)
+        energy_dissipation(LinearAttention([[1.0]], [[1.0]]), [[1.0]], t_span=(0.0, 0.6))

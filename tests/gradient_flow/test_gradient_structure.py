@@ -306,16 +306,16 @@ def test_report_is_plain_and_verifies() -> None:
 def test_tolerance_follows_the_solver() -> None:
     A, X = np.array([[1.0, 0.5], [0.5, -1.0]]), np.random.default_rng(19).standard_normal((5, 2))
     rough = check_gradient_flow(SinkhornAttention(A, A, tol=1e-3), X, rng=0)
-    assert rough.tolerance == pytest.approx(0.1)
-    assert check_gradient_flow(SinkhornAttention(A, A), X, rng=0).tolerance == 1e-6
+    assert rough.tol == pytest.approx(0.1)
+    assert check_gradient_flow(SinkhornAttention(A, A), X, rng=0).tol == 1e-6
 
 
 def test_bad_input() -> None:
     A, X = np.eye(2), np.random.default_rng(20).standard_normal((5, 2))
     with pytest.raises(ValueError, match="2 -> 1"):
         check_gradient_flow(SoftmaxAttention(A, A[:1]), X, rng=0)
-    with pytest.raises(ValueError, match="tolerance must be finite and positive"):
-        check_gradient_flow(SoftmaxAttention(A, A), X, rng=0, tolerance=-1.0)
+    with pytest.raises(ValueError, match="tol must be finite and positive"):
+        check_gradient_flow(SoftmaxAttention(A, A), X, rng=0, tol=-1.0)
     with pytest.raises(ValueError, match="probes must be at least 2"):
         check_gradient_flow(SoftmaxAttention(A, A), X, rng=0, probes=1)
     with pytest.raises(TypeError, match="rng"):

@@ -28,8 +28,8 @@ ENTRIES = {
     "transport": lambda x: oa.transport(X, x),
     "batch": lambda x: oa.wasserstein_batch([X], [x]),
     "conditional": lambda x: oa.conditional_wasserstein(x, X),
-    "costs": lambda x: oa.transport_plan([0.5, 0.5], [0.5, 0.5], x),
-    "bures": lambda x: oa.bures_distance(x, EYE),
+    "costs": lambda x: oa.transport_from_cost([0.5, 0.5], [0.5, 0.5], x),
+    "bures": lambda x: oa.covariance_distance(x, EYE),
     "softmax": lambda x: oa.SoftmaxAttention(x, EYE),
     "values": lambda x: oa.SoftmaxAttention(EYE, x),
     "qkv": lambda x: oa.SoftmaxAttention.from_qkv(x, EYE, EYE),
@@ -56,7 +56,7 @@ VECTORS = {
     "box": lambda w: oa.Box([-1.0, -1.0], w),
     "gain": lambda w: oa.LayerNorm(w),
     "query bias": lambda w: oa.SoftmaxAttention.from_qkv(EYE, EYE, EYE, query_bias=w),
-    "plan": lambda w: oa.transport_plan(w, [0.5, 0.5], EYE),
+    "plan": lambda w: oa.transport_from_cost(w, [0.5, 0.5], EYE),
 }
 GOOD = np.array([[1.0, 0.5], [0.5, 2.0]])
 
@@ -257,7 +257,9 @@ def test_covariances_of_float32_are_known_to_its_rounding(d):
         assert np.abs(g.cov - S).max() <= 4 * d * 2.0**-23 * np.abs(S).max()
         assert np.linalg.eigvalsh(g.cov)[0] >= -1e-13 * np.abs(S).max()
         assert oa.bures_wasserstein(g, g) == 0.0
-    assert oa.bures_wasserstein(first, second) == pytest.approx(float(oa.bures_distance(rotated, sample)), rel=1e-12)
+    assert oa.bures_wasserstein(first, second) == pytest.approx(
+        float(oa.covariance_distance(rotated, sample)), rel=1e-12
+    )
     batch = oa.gaussian_flow_batch(oa.SoftmaxAttention(np.zeros((d, d)), np.eye(d)), [rotated], t_span=(0.0, 0.1))
     np.testing.assert_allclose(batch[0].covs[0], first.cov, atol=1e-13)
 
@@ -266,7 +268,7 @@ def test_what_float32_rounding_does_not_explain_is_refused():
     skew, negative = np.eye(3, dtype=np.float32), np.diag([1.0, 1.0, -1e-4]).astype(np.float32)
     skew[0, 1] = 1e-4
     for wrong, message in ((skew, "not symmetric"), (negative, "not positive semi-definite")):
-        for call in (lambda S: oa.GaussianMeasure(np.zeros(3), S), lambda S: oa.bures_distance(S, S)):
+        for call in (lambda S: oa.GaussianMeasure(np.zeros(3), S), lambda S: oa.covariance_distance(S, S)):
             with pytest.raises(ValueError, match=message):
                 call(wrong)
     # the same error in float64 is no rounding

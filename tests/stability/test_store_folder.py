@@ -307,5 +307,5 @@ def test_the_folders_of_a_sweep_never_meet(tmp_path: Path) -> None:
     names = [f.name for f in tmp_path.iterdir()]
     assert len({name.lower() for name in names}) == len(maps) * 3
     assert all(name.isascii() and len(name) <= 140 for name in names)
-    seeds = oa.sweep(SOFTMAX, n=2, seeds=(10**200, 10**200 + 1), n_pairs=2, progress=False, store=tmp_path / "seeds")
+    seeds = oa.sweep(SOFTMAX, n=2, rng=(10**200, 10**200 + 1), n_pairs=2, progress=False, store=tmp_path / "seeds")
     assert len(list((tmp_path / "seeds").iterdir())) == len(seeds.studies) == 2

@@ -16,7 +16,7 @@ SOFTMAX = oa.SoftmaxAttention(RNG.normal(size=(2, 2)), RNG.normal(size=(2, 2)))
 
 def test_each_point_is_a_study() -> None:
     maps = {"softmax": SOFTMAX, "causal": oa.MaskedAttention(SOFTMAX)}
-    grid = oa.sweep(maps, n=(3, 5), radius=(1.0, 2.0), p=(1, np.inf), seeds=(0, 4), n_pairs=6, progress=False)
+    grid = oa.sweep(maps, n=(3, 5), radius=(1.0, 2.0), p=(1, np.inf), rng=(0, 4), n_pairs=6, progress=False)
     assert len(grid.studies) == 2 * 2 * 2 * 2 * 2
     point = grid.select(attention="softmax", n=5, radius=2.0, p=1.0, seed=4)
     alone = oa.stability_study(
