@@ -111,7 +111,7 @@ def test_values_alone_give_a_study_a_flow_and_errors_that_name_the_missing_metho
         (lambda: toy.jacobian(X), "_jacobian"),
         (lambda: oa.local_lipschitz(toy, X), "_jacobian"),
         (lambda: oa.lipschitz_lower_bound(toy, domain=BALL, n=3), "_jacobian"),
-        (lambda: toy.field_certificate(X, X), "_field"),
+        (lambda: toy.field_jacobian(X, X), "_field"),
         (lambda: oa.check_gradient_flow(toy, X, rng=0), "_field"),
     ):
         with pytest.raises(oa.NoJacobianError, match=f"received Values, .* a class with {method}"):
@@ -133,7 +133,7 @@ def test_its_jacobian() -> None:
     ]
     assert 90.0 < rests[0] / rests[1] < 110.0
     at = rng.normal(size=(3, 2))
-    field, u = toy.field_certificate(at, mu), rng.normal(size=(3, 2))
+    field, u = toy.field_jacobian(at, mu), rng.normal(size=(3, 2))
     rests = [
         np.linalg.norm(toy(at + h * u, mu) - toy(at, mu) - h * np.einsum("mab,mb->ma", field, u)) for h in (1e-2, 1e-3)
     ]
