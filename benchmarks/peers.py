@@ -271,7 +271,7 @@ def attained(case: Case, Y: Array, softmax: bool) -> float:
     attention = case.attention if softmax else oa.SigmoidAttention(case.A, case.V)
 
     def norm(x: Array) -> float:
-        return -float(np.linalg.norm(attention.field_certificate(x[None], Y)[0], 2))
+        return -float(np.linalg.norm(attention.field_jacobian(x[None], Y)[0], 2))
 
     starts = [*np.random.default_rng(0).standard_normal((20, len(case.A))), np.zeros(len(case.A))]
     return max(max(-minimize(norm, s * z, method="Nelder-Mead").fun for s in (0.3, 3.0, 30.0)) for z in starts)

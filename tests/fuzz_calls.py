@@ -215,7 +215,7 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         "attention": (3, lambda: g.attention()(g.points(), g.discrete())),
         "pushforward": (3, lambda: g.attention().pushforward(mu())),
         "jacobian": (2, lambda: g.attention().jacobian(mu()).to_dense()),
-        "field_certificate": (2, lambda: g.attention().field_certificate(g.points(), g.discrete())),
+        "field_jacobian": (2, lambda: g.attention().field_jacobian(g.points(), g.discrete())),
         "LayerNorm": (
             1,
             lambda: oa.LayerNorm(g.array(g.d), g.array(g.d), eps=g.number(0.0, 1e-5)).pushforward(g.discrete()),

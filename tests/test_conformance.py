@@ -98,13 +98,13 @@ def test_field_jacobian_matches_differences(name: str, attention: AttentionMap, 
     def moved(row: np.ndarray, t: float) -> np.ndarray:
         return attention(x + t * row, mu, times=times)
 
-    field = attention.field_certificate(x, mu, times=times)
+    field = attention.field_jacobian(x, mu, times=times)
     expected = np.stack(
         [sixth_order(partial(moved, row), step(name)) for row in np.eye(D)],
         axis=2,
     )
     close(field, expected, 1e-9)
-    close(attention.field_certificate(x, mu, times=times, block_size=1), field)
+    close(attention.field_jacobian(x, mu, times=times, block_size=1), field)
 
 
 def test_adjoint_identity(attention: AttentionMap, rng: Rng) -> None:
@@ -170,7 +170,7 @@ def test_duplicated_atoms_change_nothing(name: str, attention: AttentionMap, rng
     apart[2:5] = rng.standard_normal((3, D))
     apart[2:5] -= (share[2:5] @ apart[2:5]) / share[2:5].sum()
     times = cut.times if isinstance(cut, SpaceTimeMeasure) else None
-    field = attention.field_certificate(cut.points, cut, times=times)
+    field = attention.field_jacobian(cut.points, cut, times=times)
     close(J.jvp(apart), np.einsum("ied,id->ie", field, apart), 1e-11)
 
 
@@ -191,7 +191,7 @@ def test_atoms_of_zero_weight_change_nothing(name: str, attention: AttentionMap,
     x = rng.standard_normal((2, D))
     times = np.array([0.99, 0.9]) if attention.causal else None
     close(attention(x, nu, times=times), attention(x, mu, times=times))
-    close(attention.field_certificate(x, nu, times=times), attention.field_certificate(x, mu, times=times))
+    close(attention.field_jacobian(x, nu, times=times), attention.field_jacobian(x, mu, times=times))
     J, smaller = attention.jacobian(nu), attention.jacobian(mu)
     v = rng.standard_normal((nu.n, D))
     close(J.jvp(v)[live], smaller.jvp(v[live]), 1e-11)
@@ -227,13 +227,13 @@ def test_tiny_memory_budget_does_not_matter(attention: AttentionMap, rng: Rng, m
     expected = (
         attention.pushforward(mu).points,
         J.jvp(v),
-        attention.field_certificate(mu.points, mu, times=times),
+        attention.field_jacobian(mu.points, mu, times=times),
     )
     monkeypatch.setattr(base, "MEMORY_BUDGET", 500)
     small = attention.jacobian(mu)
     close(attention.pushforward(mu).points, expected[0])
     close(small.jvp(v), expected[1], 1e-11)
-    close(attention.field_certificate(mu.points, mu, times=times), expected[2])
+    close(attention.field_jacobian(mu.points, mu, times=times), expected[2])
     g = rng.standard_normal((mu.n, J.e))
     close(small.vjp(g), J.vjp(g), 1e-11)
 
@@ -265,7 +265,7 @@ def test_arguments_are_never_changed_and_results_are_fresh(attention: AttentionM
     times = mu.times if isinstance(mu, SpaceTimeMeasure) else None
     out = attention(x, mu, times=times)
     again = out.copy()
-    attention.field_certificate(x, mu, times=times)
+    attention.field_jacobian(x, mu, times=times)
     product = J.jvp(v)
     g = product.copy()
     J.vjp(g)

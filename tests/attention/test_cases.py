@@ -38,7 +38,7 @@ def test_A1_huge_logits_pick_the_aligned_atom(name: str, form: float) -> None:
     assert np.array_equal(J.to_dense(), np.eye(2))
     assert np.array_equal(J.jvp([[1.0], [2.0]]), [[1.0], [2.0]])
     assert np.array_equal(J.vjp([[1.0], [2.0]]), [[1.0], [2.0]])
-    assert (attention.field_certificate(mu.points, mu, times=[0.5, 0.5]) == 0.0).all()
+    assert (attention.field_jacobian(mu.points, mu, times=[0.5, 0.5]) == 0.0).all()
 
 
 @pytest.mark.parametrize("form", [1e4, 1e6, -1e6])
@@ -187,7 +187,7 @@ def test_B5_zero_values(name: str, e: int) -> None:
     assert (J.to_dense() == 0.0).all()
     assert (J.jvp(X) == 0.0).all()
     assert (J.vjp(np.ones((5, e))) == 0.0).all()
-    assert (attention.field_certificate(X, X) == 0.0).all()
+    assert (attention.field_jacobian(X, X) == 0.0).all()
 
 
 @pytest.mark.parametrize("name", sorted(ALL))

@@ -56,7 +56,7 @@ def test_there_is_no_jacobian():
     own = FunctionAttention(lambda x, mu: x)
     for call in (
         lambda: own.jacobian([[0.0], [1.0]]),
-        lambda: own.field_certificate([[0.0]], [[0.0], [1.0]]),
+        lambda: own.field_jacobian([[0.0]], [[0.0], [1.0]]),
         lambda: oa.local_lipschitz(own, [[0.0], [1.0]]),
     ):
         with pytest.raises(oa.NoJacobianError, match="only values are known"):

@@ -102,7 +102,7 @@ def test_closed_form_is_the_limit_of_quadrature(name: str, shape: str) -> None:
     x = gaussian.mean + rng.standard_normal((5, d))
     # 1e-8: the error of the rule, largest for the composition, whose second map sees a wider measure
     assert np.abs(attention(x, measure) - (x @ G.T + b)).max() < 1e-8
-    field = attention.field_certificate(x, measure)
+    field = attention.field_jacobian(x, measure)
     assert np.abs(field - G).max() < 1e-7
     image = attention.pushforward(gaussian)
     pushed = attention.pushforward(measure)

@@ -78,7 +78,7 @@ def test_norms_by_hand(rng: np.random.Generator) -> None:
     expected = gain * X / np.sqrt(np.mean(X**2, axis=1, keepdims=True) + 1e-2)
     assert np.allclose(RMSNorm(gain, eps=1e-2).on_tokens(X), expected, rtol=0, atol=1e-14)
     # the radial direction is lost, the others are not
-    J = LayerNorm(np.ones(5)).field_certificate(X, X)
+    J = LayerNorm(np.ones(5)).field_jacobian(X, X)
     assert np.allclose(np.linalg.matrix_rank(J), 3)
 
 

@@ -121,7 +121,7 @@ def test_a_row_before_all_atoms_has_no_value(kind: str) -> None:
     with pytest.raises(ValueError, match="must see an atom"):
         masked([[0.0, 0.0]], mu, times=[0.25])
     with pytest.raises(ValueError, match="must see an atom"):
-        masked.field_certificate([[0.0, 0.0]], mu, times=[0.25])
+        masked.field_jacobian([[0.0, 0.0]], mu, times=[0.25])
 
 
 @pytest.mark.parametrize("kind", sorted(POINTWISE))

@@ -43,7 +43,7 @@ try:
         row = float(np.abs(attention(X[:20], X)[7] - V @ (P @ X)).max())
         attention.on_tokens(X)
     elif part == "field":
-        field = attention.field_certificate(X[:20], X)
+        field = attention.field_jacobian(X[:20], X)
         Y = X - P @ X
         row = float(np.abs(field[7] - V @ ((P[:, None] * Y).T @ Y) @ A).max())
     elif part == "jvp":
@@ -94,5 +94,5 @@ def test_nothing_of_size_n_squared_is_kept_beyond_the_budget(monkeypatch: pytest
     monkeypatch.setattr(kernels.NormalisedKernel, "weights_of", watched)
     J = attention.jacobian(X)
     J.vjp(J.jvp(X))
-    attention.field_certificate(X, X)
+    attention.field_jacobian(X, X)
     assert largest <= base.MEMORY_BUDGET // 4

@@ -176,7 +176,7 @@ def test_activations_saturate(activation: str) -> None:
         above, below = perceptron.on_tokens([[x], [-x]]).ravel()
         assert above == (1.0 if activation == "tanh" else x)
         assert below == pytest.approx(-1.0 if activation == "tanh" else 0.0, abs=1e-300)
-        slopes = perceptron.field_certificate([[x], [-x]], [[0.0]]).ravel()
+        slopes = perceptron.field_jacobian([[x], [-x]], [[0.0]]).ravel()
         assert slopes == pytest.approx([0.0 if activation == "tanh" else 1.0, 0.0], abs=1e-300)
 
 

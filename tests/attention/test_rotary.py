@@ -146,7 +146,7 @@ def test_derivatives(rng: Rng, options: dict) -> None:
     np.testing.assert_allclose(blocked.vjp(g), J.vjp(g), atol=1e-12)
     # the field: the point moves, the measure stays
     x, times = rng.normal(size=(2, 3)), np.array([0.9, 1.0])
-    D = a.field_certificate(x, mu, times=times)
+    D = a.field_jacobian(x, mu, times=times)
     for c, row in enumerate(np.eye(3)):
         step = [a(x + s * h * row, mu, times=times) for s in (1, -1, 2, -2)]
         np.testing.assert_allclose(D[:, :, c], (8 * (step[0] - step[1]) - step[2] + step[3]) / (12 * h), atol=1e-9)
@@ -159,7 +159,7 @@ def test_local_constant_is_that_of_the_dense_jacobian(rng: Rng) -> None:
     dense = np.linalg.svd(a.jacobian(X).to_dense(), compute_uv=False)[0]
     assert local.particle == pytest.approx(dense, rel=1e-9)
     times = SpaceTimeMeasure.from_sequence(X).times
-    field = np.linalg.norm(a.field_certificate(X, X, times=times), ord=2, axis=(1, 2)).max()
+    field = np.linalg.norm(a.field_jacobian(X, X, times=times), ord=2, axis=(1, 2)).max()
     assert local.splitting == pytest.approx(field, rel=1e-12)
     assert local.verify()
     # along the top singular vector the images separate by that much

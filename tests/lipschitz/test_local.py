@@ -78,7 +78,7 @@ def test_the_right_vector_is_a_witness_by_exact_transport(seed: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, np.inf])
 def test_splitting_ratio_by_exact_transport(p: float) -> None:
     attention, mu, _ = random_case(7)
-    D = attention.field_certificate(mu.points, mu)
+    D = attention.field_jacobian(mu.points, mu)
     norms = np.linalg.norm(D, 2, axis=(1, 2))
     i = int(norms.argmax())
     u = np.linalg.svd(D[i])[2][0]

@@ -39,7 +39,7 @@ ENTRIES = {
     "outputs": lambda x: oa.MultiHeadAttention([HEAD], [x]),
     "tokens": lambda x: HEAD.on_tokens(x),
     "at": lambda x: HEAD(x, X),
-    "field": lambda x: HEAD.field_certificate(x, X),
+    "field": lambda x: HEAD.field_jacobian(x, X),
     "direction": lambda x: HEAD.jacobian(X).jvp(x),
     "ratio": lambda x: oa.stability_ratio(HEAD, x, np.array(X) + 1.0),
     "local": lambda x: oa.local_lipschitz(HEAD, x),

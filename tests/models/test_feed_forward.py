@@ -27,7 +27,7 @@ def test_activations(activation: str) -> None:
     np.testing.assert_allclose(values, [DEFINITIONS[activation](x) for x in s], atol=1e-14)
     extreme = np.array([[1e200], [-1e200], [1e4], [-1e4]])
     assert np.isfinite(phi.on_tokens(extreme)).all()
-    slopes = phi.field_certificate(extreme, extreme).ravel()
+    slopes = phi.field_jacobian(extreme, extreme).ravel()
     expected = [0.0, 0.0] * 2 if activation == "tanh" else [1.0, 0.0] * 2
     np.testing.assert_allclose(slopes, expected, atol=1e-12)
 
@@ -47,7 +47,7 @@ def test_derivatives(activation: str, gated: bool) -> None:
     np.testing.assert_allclose(J.jvp(v), (8 * (f[0] - f[1]) - f[2] + f[3]) / (12 * h), atol=1e-10)
     assert np.sum(J.jvp(v) * g) == pytest.approx(np.sum(v * J.vjp(g)), rel=1e-12)
     np.testing.assert_allclose(J.to_dense() @ v.ravel(), J.jvp(v).ravel(), atol=1e-13)
-    D = part.field_certificate(X, X)
+    D = part.field_jacobian(X, X)
     np.testing.assert_allclose(np.einsum("ned,nd->ne", D, v), J.jvp(v), atol=1e-13)
 
 

@@ -250,7 +250,7 @@ def test_duplicated_atoms_change_nothing():
     merged = DiscreteMeasure(X, np.full(6, 1 / 6))
     twice = np.linalg.norm(FusedJacobian(layer, np.repeat(X, 2, axis=0)).to_dense(), 2)
     # the split atoms may also move apart, which the field part bounds; here the particle part is larger
-    field = np.linalg.norm(layer.field_certificate(X, merged), ord=2, axis=(1, 2)).max()
+    field = np.linalg.norm(layer.field_jacobian(X, merged), ord=2, axis=(1, 2)).max()
     assert twice == pytest.approx(max(once, field), rel=1e-12)
 
 
