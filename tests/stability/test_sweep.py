@@ -53,7 +53,7 @@ def test_dataframe_and_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = oa.sweep(SOFTMAX, n=2, n_pairs=3, progress=False)
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=dict))
     assert grid.to_dataframe()["largest"] == [grid.studies[0].best.value]
-    for bad in ({"n": ()}, {"n": 0}, {"n": 2, "p": 0.5}, {"n": 2, "radius": -1.0}, {"n": 2, "seeds": -1}):
+    for bad in ({"n": ()}, {"n": 0}, {"n": 2, "p": 0.5}, {"n": 2, "radius": -1.0}, {"n": 2, "rng": -1}):
         with pytest.raises(ValueError, match="must"):
             oa.sweep(SOFTMAX, **{"n_pairs": 2, "progress": False, **bad})
     with pytest.raises(ValueError, match="at least one map"):
