@@ -1,4 +1,4 @@
-"""Suprema of quadratics over a ball or a box by their Lagrange duals, and the span that they live on."""
+"""Maxima of quadratics over a box by their Lagrange duals, and the span that they live on."""
 
 from __future__ import annotations
 
@@ -15,68 +15,47 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
 
-__all__ = ["EPS", "box_multipliers", "box_sdp_constraint", "quadratic_sup", "row_span", "top_eigenvalue", "triangular"]
+__all__ = ["EPS", "box_maximum", "box_multipliers", "box_sdp_constraint", "row_span", "top_eigenvalue", "triangular"]
 
 Array = NDArray[np.float64]
 EPS = float(np.finfo(np.float64).eps)
 _REDUCE_FROM = 48  # below this dimension the reduction costs more than it saves
 
 
-def quadratic_sup(H: Any, b: Any, diagonal: Array | None = None) -> Any:
-    r"""Upper bound of ``sup z^T H z + b^T z`` over ``|z| <= 1``, or over ``|z_k| <= 1`` with ``diagonal``.
+def box_maximum(H: Any, b: Any, diagonal: Array) -> Any:
+    r"""Upper bound of ``max z^T H z + b^T z`` over ``|z_k| <= 1``.
 
-    For ``Q = Diag(t) - H > 0``, ``t >= 0``, the supremum is at most ``sum t + b^T Q^{-1} b / 4`` on the
-    box, and ``tau + b^T Q^{-1} b / 4`` with ``t = tau`` constant on the ball (where the best tau is exact).
-    On the box the given multipliers are shifted by the best common constant, which also repairs infeasible
-    ones. Eigenvalues are taken lower by their backward error; for balls, ``[[Q, b/2], [b^T/2, o]]`` is proved PSD, which
-    gives ``sum t + o`` and ``tau + o``.
+    For ``Q = Diag(t) - H > 0``, ``t >= 0``, the maximum is at most ``sum t + b^T Q^{-1} b / 4``. The multipliers are shifted by
+    the best common constant, which also repairs infeasible ones. Eigenvalues are taken lower by their backward error; for balls,
+    ``[[Q, b/2], [b^T/2, o]]`` is proved PSD, which gives ``sum t + o``.
     """
     k = len(b)
     if k == 0:
         return 0.0
-    if isinstance(H, BallMatrix):
-        return _proved_sup(H, b, diagonal)
-    given = np.zeros(k) if diagonal is None else diagonal
-    box = diagonal is not None
-    cost = float(k) if box else 1.0
-    t, rest, margin = _shift(symmetrize(H), b, diagonal)
-    value = float(given.sum()) * box + cost * t + rest
-    size = float(np.abs(given).sum()) * box + cost * (abs(t) + margin) + float(np.linalg.norm(b)) * np.sqrt(cost)
-    return value + 16.0 * k * EPS * size
-
-
-def _proved_sup(H: BallMatrix, b: BallMatrix, diagonal: Array | None) -> Any:
-    k = len(b)
-    near = symmetrize(mid(H))
-    t, rest, _ = _shift(near, mid(b), diagonal)
-    given = np.zeros(k) if diagonal is None else diagonal
-    size = float(np.abs(near).sum()) + abs(t) + rest + float(np.abs(given).sum()) + float(np.abs(mid(b)).sum())
+    near, near_b = symmetrize(mid(H)), mid(b)
+    t, rest, margin = _shift(near, near_b, diagonal)
+    if not isinstance(H, BallMatrix):
+        size = float(np.abs(diagonal).sum()) + k * (abs(t) + margin) + float(np.linalg.norm(b)) * np.sqrt(k)
+        return float(diagonal.sum()) + k * t + rest + 16.0 * k * EPS * size
+    size = float(np.abs(near).sum()) + abs(t) + rest + float(np.abs(diagonal).sum()) + float(np.abs(near_b).sum())
     form = bordered(-0.5 * (H + H.T), 0.5 * b)
     for step in (1e-14, 1e-12, 1e-10, 1e-8):
-        spread, offset = given + (t + step * size), rest + step * size
+        spread, offset = diagonal + (t + step * size), rest + step * size
         if (spread < 0).any():
             break
         if proves_psd(form + np.diag(np.append(spread, offset))):
-            return (lift(spread).sum() if diagonal is not None else lift(t + step * size)) + offset
+            return lift(spread).sum() + offset
     raise CertificateError("the multipliers of a quadratic could not be confirmed in balls.")
 
 
-def _shift(H: Array, b: Array, diagonal: Array | None) -> tuple[float, float, float]:
+def _shift(H: Array, b: Array, diagonal: Array) -> tuple[float, float, float]:
     """The best common shift t of the multipliers, ``b^T Q^{-1} b / 4`` there, and the margin of the eigenvalues."""
-    k = len(b)
-    box = diagonal is not None
-    given = np.zeros(k) if diagonal is None else diagonal
-    cost = float(k) if box else 1.0
-    Q = np.diag(given) - H
-    if b.any():
-        w, U = np.linalg.eigh(Q)
-        weight = (U.T @ b) ** 2 / 4.0
-    else:
-        w, weight = np.linalg.eigvalsh(Q), np.zeros(k)
-    margin = 8.0 * k * EPS * float(np.abs(w).max(initial=0.0))
+    cost = float(len(b))
+    w, U = np.linalg.eigh(np.diag(diagonal) - H)
+    weight = (U.T @ b) ** 2 / 4.0
+    margin = 8.0 * cost * EPS * float(np.abs(w).max(initial=0.0))
     w = w - margin
-    least = -float(given.min(initial=0.0)) if box else 0.0
-    low = max(least, -float(w[0]))
+    low = max(-float(diagonal.min(initial=0.0)), -float(w[0]))
     live = weight > 0.0
 
     def slope(t: float) -> float:

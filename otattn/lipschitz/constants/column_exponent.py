@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
 from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.balls import BallMatrix
-from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.certificate import (
     Certificate,
     Statement,
@@ -38,13 +36,14 @@ from otattn.lipschitz.certificate import (
 )
 from otattn.lipschitz.constants._dual_quadratic import (
     EPS,
+    box_maximum,
     box_multipliers,
     box_sdp_constraint,
-    quadratic_sup,
     row_span,
 )
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
+from otattn.lipschitz.constants.quadratic import column_dual
 from otattn.lipschitz.constants.regions import Region
 from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import theorem
@@ -140,12 +139,7 @@ def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) ->
     nu = float(multiplier(multipliers, "nu", (1,), positive=True)[0])
     if problem["unit"] == 0.0:
         return 0.0
-    return problem["unit"] * (_dual_value(problem["A"], problem["c"], nu) + problem["slack"])
-
-
-def _dual_value(A: Any, c: Any, nu: float) -> Any:
-    number: Any = lift(nu) if isinstance(A, BallMatrix) else nu
-    return 0.25 / number + nu * (c @ c) + quadratic_sup(nu * (A.T @ A) - A, 2.0 * nu * (A.T @ c) - c)
+    return problem["unit"] * (column_dual(problem["A"], problem["c"], nu) + problem["slack"])
 
 
 def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
@@ -154,7 +148,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
     nu, proposal = 1.0, Proposal("none", "zero map", 0.0)
     if scale > 0:
         if solver is None:
-            nu, proposal = scalar_search(lambda t: float(_dual_value(A, c, t)), _LOW, _HIGH, max_iter=max_iter)
+            nu, proposal = scalar_search(lambda t: float(column_dual(A, c, t)), _LOW, _HIGH, max_iter=max_iter)
         else:
             nu, proposal = _round_sdp(A, c, solver, max_iter)
     return certify(
@@ -209,7 +203,7 @@ def _box_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> A
         return 0.0
     H, b = _pair_form(problem["A"], problem["c"])
     diagonal = multiplier(multipliers, "diagonal", (len(b),))
-    return problem["unit"] * np.maximum(0.0, quadratic_sup(H, b, diagonal) + problem["slack"])
+    return problem["unit"] * np.maximum(0.0, box_maximum(H, b, diagonal) + problem["slack"])
 
 
 def _pair_form(A: Any, c: Any) -> tuple[Any, Any]:

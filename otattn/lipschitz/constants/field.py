@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import lambda_max_upper, product_error
+from otattn._linalg import product_error
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import product
 from otattn.lipschitz.certificate import (
@@ -38,6 +38,7 @@ from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, triangular
 from otattn.lipschitz.constants._field_hull import box_field, points_field, unit_pair
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
+from otattn.lipschitz.constants.quadratic import norm_product_dual
 from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
@@ -131,8 +132,7 @@ def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) ->
     s = float(multiplier(multipliers, "s", (1,), positive=True)[0])
     if units is None:
         return 0.0
-    largest = np.maximum(0.0, lambda_max_upper(s * (V.T @ V) + (K.T @ K) / s))
-    return product(0.5 * largest + problem["slack"], *units)
+    return product(norm_product_dual(V, K, s) + problem["slack"], *units)
 
 
 def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:

@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from otattn._linalg import bordered, lambda_max_upper, mid, norm_upper, spectral_norm_upper
+from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
 
-__all__ = ["balanced_minimum", "column_exponent", "max_norm_product", "max_quadratic"]
+__all__ = [
+    "balanced_minimum",
+    "ball_maximum",
+    "column_dual",
+    "column_exponent",
+    "max_norm_product",
+    "max_quadratic",
+    "norm_product_dual",
+]
 
 Array = NDArray[np.float64]
 
@@ -36,15 +45,19 @@ def max_norm_product(V: Any, B: Any) -> Any:
     v, b = spectral_norm_upper(V), spectral_norm_upper(B)
     if is_zero(v) or is_zero(b):
         return 0.0
-    M1, M2 = (V / v).T @ (V / v), (B / b) @ (B / b).T
-    near1, near2 = mid(M1), mid(M2)
+    near1, near2 = mid((V / v).T @ (V / v)), mid((B / b) @ (B / b).T)
 
     def dual(x: float) -> float:
         return 0.5 * float(np.linalg.eigvalsh(math.exp(x) * near1 + math.exp(-x) * near2)[-1])
 
     # s and 1/s must be inverse to each other: both are made of one float, and exact balls divide by it
     s = math.exp(_minimise(dual))
-    return product(up(0.5 * lambda_max_upper(s * M1 + M2 / s)), v, b)
+    return product(up(norm_product_dual(V / v, (B / b).T, s)), v, b)
+
+
+def norm_product_dual(V: Any, K: Any, s: float) -> Any:
+    """``lambda_max(s V^T V + K^T K / s) / 2``: at least ``max |V u| |K u|`` over unit vectors, for every ``s > 0``."""
+    return 0.5 * np.maximum(0.0, lambda_max_upper(s * (V.T @ V) + (K.T @ K) / s))
 
 
 def balanced_minimum(q1: Any, q2: Any) -> Any:
@@ -81,37 +94,33 @@ def column_exponent(A: Any, c: Any | None, R: Any) -> Any:
     r = top(R)
     unit = top(alpha) + top(size) / r
     B = A / unit
-    S, M = 0.5 * (B + B.T), B.T @ B
-    near_S, near_M = mid(S), mid(M)
-    if c is None:
-
-        def dual(nu: float) -> float:
-            return 0.25 / nu + max(0.0, float(np.linalg.eigvalsh(nu * near_M - near_S)[-1]))
-
-        # kappa <= 2 forces nu >= 1/8, and nu |A|^2 - |A| <= 2 forces nu <= 3
-        nu = float(minimize_scalar(dual, bounds=(0.12, 3.1), method="bounded", options={"xatol": 1e-10}).x)
-        return product(up(_quarter(nu, M) + np.maximum(0.0, lambda_max_upper(nu * M - S))), unit, r, r)
-    b = c / unit / r
+    b = np.zeros(len(A)) if c is None else c / unit / r
     near_B, near_b = mid(B), mid(b)
 
-    def value(nu: float) -> float:
-        form, linear = nu * near_M - near_S, 2.0 * nu * (near_B.T @ near_b) - near_b
-        return 0.25 / nu + nu * float(near_b @ near_b) + sum(_ball_multipliers(form, linear))
+    def value(x: float) -> float:
+        nu = math.exp(x)
+        parts = _ball_multipliers(*_column_form(near_B, near_b, nu))
+        return 0.25 / nu + nu * float(near_b @ near_b) + sum(parts)
 
-    x = minimize_scalar(lambda x: value(math.exp(x)), bounds=(-5.0, 5.0), method="bounded", options={"xatol": 1e-5}).x
-    nu = math.exp(float(x))
-    whole = _quarter(nu, M) + nu * (b @ b) + _ball_maximum(nu * M - S, 2.0 * nu * (B.T @ b) - b)
-    return product(up(whole), unit, r, r)
+    # kappa <= 2 forces nu >= 1/8, and nu |A|^2 - |A| <= 2 bounds it above
+    x = minimize_scalar(value, bounds=(-5.0, 5.0), method="bounded", options={"xatol": 1e-10}).x
+    if isinstance(B, BallMatrix) and c is None:
+        b = BallMatrix.exact(b)
+    return product(up(column_dual(B, b, math.exp(float(x)))), unit, r, r)
+
+
+def column_dual(A: Any, c: Any, nu: float) -> Any:
+    """``1 / (4 nu) + max nu |A z + c|^2 - <A z + c, z>`` over the unit ball: at least kappa there, for every ``nu > 0``."""
+    return 0.25 / _number(nu, A) + nu * (c @ c) + ball_maximum(*_column_form(A, c, nu))
+
+
+def _column_form(A: Any, c: Any, nu: float) -> tuple[Any, Any]:
+    return nu * (A.T @ A) - 0.5 * (A + A.T), 2.0 * nu * (A.T @ c) - c
 
 
 def _number(x: float, like: Any) -> Any:
     """A float as a number of the arithmetic of a matrix: its products with floats are then not rounded away."""
     return x if isinstance(like, np.ndarray) else lift(x)
-
-
-def _quarter(nu: float, like: Any) -> Any:
-    """``1 / (4 nu)``."""
-    return 0.25 / _number(nu, like)
 
 
 def max_quadratic(Q: Any, b: Any, R: Any) -> Any:
@@ -122,17 +131,19 @@ def max_quadratic(Q: Any, b: Any, R: Any) -> Any:
         if r == 0.0 or isinstance(Q, np.ndarray) or not (Q.any() or b.any()):
             return 0.0
         unit = 5e-324  # the products of the sizes underflow, those of the balls do not
-    return up(_ball_maximum(Q * r / unit * r, b * r / unit)) * unit
+    return up(ball_maximum(Q * r / unit * r, b * r / unit)) * unit
 
 
-def _ball_maximum(Q: Any, b: Any) -> Any:
-    """The same on the unit ball, for data of norm about 1.
+def ball_maximum(Q: Any, b: Any) -> Any:
+    """The same on the unit ball, for data of norm about 1; 0 in dimension 0.
 
     For all ``lam >= 0`` and t the maximum is at most ``lam + t + 2 (lambda_max(N))_+`` with
     ``N = [[Q - lam I, b/2], [b^T/2, -t]]``: apply N to ``(x, 1)``, of squared norm at most 2.
     """
-    lam, t = _ball_multipliers(mid(Q), mid(b))
     k = len(b)
+    if k == 0:
+        return 0.0
+    lam, t = _ball_multipliers(mid(Q), mid(b))
     corner = np.zeros((k + 1, k + 1))
     corner[np.arange(k), np.arange(k)], corner[k, k] = -lam, -t
     N = bordered(Q, 0.5 * b) + corner
@@ -142,7 +153,7 @@ def _ball_maximum(Q: Any, b: Any) -> Any:
 def _ball_multipliers(Q: Array, b: Array) -> tuple[float, float]:
     """``lam``, which solves the secular equation, and ``t = sum_k beta_k^2 / (4 (lam - q_k))``.
 
-    They make the matrix of :func:`_ball_maximum` negative semi-definite up to rounding, so ``lam + t`` is its value.
+    They make the matrix of :func:`ball_maximum` negative semi-definite up to rounding, so ``lam + t`` is its value.
     """
     q, U = np.linalg.eigh(Q)
     beta2 = 0.25 * (b @ U) ** 2

@@ -51,13 +51,14 @@ from otattn.lipschitz.certificate import (
 )
 from otattn.lipschitz.constants._dual_quadratic import (
     EPS,
+    box_maximum,
     box_sdp_constraint,
-    quadratic_sup,
     row_span,
     triangular,
 )
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
+from otattn.lipschitz.constants.quadratic import ball_maximum
 from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_norm as phi
 from otattn.lipschitz.constants.self_logit import entropy_gap
@@ -169,7 +170,8 @@ def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -
     G, c, S, h, tau = (problem[key] for key in ("G", "c", "S", "h", "tau"))
     number: Any = lift(nu) if isinstance(G, BallMatrix) else nu
     constant = number * number + (2.0 * number * tau if nu > 0 else 0.0) + problem["constant"]
-    return constant + quadratic_sup(G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h), diagonal)
+    form, linear = G.T @ G - 2.0 * nu * S, 2.0 * (c - nu * h)
+    return constant + (ball_maximum(form, linear) if diagonal is None else box_maximum(form, linear, diagonal))
 
 
 def _certificate(name: str, statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
