@@ -126,8 +126,7 @@ class Certificate(Bound):
     >>> from dataclasses import replace
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.lipschitz.relaxations import field_certificate
-    >>> from otattn.measures import Ball
-    >>> bound = field_jacobian(SoftmaxAttention([[2.0]], [[3.0]]), Ball(1.0))
+    >>> bound = field_certificate(SoftmaxAttention([[2.0]], [[3.0]]), radius=1.0)
     >>> round(bound.value, 6), bound.verify(), replace(bound, value=5.9).verify()
     (6.0, True, False)
     """

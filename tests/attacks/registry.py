@@ -89,6 +89,8 @@ METHODS = {
     "StabilityStudy.lower_bound": "stability_study",
     "Bound.rigorous_value": "Bound.rigorous_value",
     "Enclosure.ratio": "enclose_lipschitz",
+    "LocalLipschitz.upper": "local_lipschitz",
+    "LocalLipschitz.upper_kind": "local_lipschitz",
     "Result.rows": "sweep",
 }
 """Which attack covers a method that promises."""

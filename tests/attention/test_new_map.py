@@ -11,7 +11,7 @@ from otattn.attention import AttentionMap, JacobianOperator
 from otattn.gradient_flow.energy import Energy
 from otattn.gradient_flow.known import KnownStructure, known_structure
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.catalogue import THEOREMS, theorem
+from otattn.lipschitz.theorem import THEOREMS, theorem
 
 BALL = oa.Ball(1.5, 2)
 X = np.random.default_rng(5).normal(size=(4, 2))

@@ -94,8 +94,7 @@ def column_exponent(
     --------
     >>> import numpy as np
     >>> from otattn.attention import SoftmaxAttention
-    >>> from otattn.measures import Ball
-    >>> round(column_exponent(SoftmaxAttention(np.eye(3), np.eye(3)), Ball(2.0)).value, 6)
+    >>> round(column_exponent(SoftmaxAttention(np.eye(3), np.eye(3)), radius=2.0).value, 6)
     1.0
 
     References

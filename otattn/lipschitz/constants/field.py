@@ -89,7 +89,7 @@ def field_certificate(
     --------
     >>> from otattn.attention import SoftmaxAttention
     >>> from otattn.measures import Box
-    >>> bound = field_certificate(SoftmaxAttention([[1.0]], [[2.0]]), Box([-1.0], [3.0]))
+    >>> bound = field_certificate(SoftmaxAttention([[1.0]], [[2.0]]), domain=Box([-1.0], [3.0]))
     >>> round(bound.value, 5)
     8.0
 

@@ -101,9 +101,8 @@ def self_entropy(
     --------
     >>> import numpy as np
     >>> from otattn.attention import SoftmaxAttention
-    >>> from otattn.measures import Ball
     >>> head = SoftmaxAttention(np.eye(2), np.eye(2))
-    >>> round(self_entropy(head, Ball(10.0), 1).value, 4)  # a single token: |g|^2 (R^2 - |x|^2)
+    >>> round(self_entropy(head, radius=10.0, n=1).value, 4)  # a single token: |g|^2 (R^2 - |x|^2)
     2500.0
 
     References
@@ -138,8 +137,7 @@ def row_certificate(
     --------
     >>> import numpy as np
     >>> from otattn.attention import SoftmaxAttention
-    >>> from otattn.measures import Ball
-    >>> round(row_certificate(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), Ball(1.0), 8).value, 6)
+    >>> round(row_certificate(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), radius=1.0, n=8).value, 6)
     1.0
 
     References

@@ -336,7 +336,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = mean_field(SoftmaxAttention([[9.0]], [[1.0]]), 1.0)
+    >>> bound = mean_field(SoftmaxAttention([[9.0]], [[1.0]]), radius=1.0)
     >>> bound.value < 27, bound.verify()
     (True, True)
     """

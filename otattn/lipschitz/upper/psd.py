@@ -239,7 +239,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = psd(SoftmaxAttention([[4.0]], [[1.0]]), 1.0, n=2, effort="fast")
+    >>> bound = psd(SoftmaxAttention([[4.0]], [[1.0]]), radius=1.0, n=2, effort="fast")
     >>> bound.value < 4, bound.verify()
     (True, True)
 

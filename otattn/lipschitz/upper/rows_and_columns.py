@@ -312,7 +312,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = rows_and_columns(SoftmaxAttention([[-4.0]], [[1.0]]), 1.0, 2)
+    >>> bound = rows_and_columns(SoftmaxAttention([[-4.0]], [[1.0]]), radius=1.0, n=2)
     >>> bound.value < 12, bound.verify()   # the published bound is 20.9
     (True, True)
     """

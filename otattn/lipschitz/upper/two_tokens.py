@@ -232,7 +232,7 @@ def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, eff
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = two_tokens(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), 1.0)
+    >>> bound = two_tokens(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), radius=1.0)
     >>> bound.value < 6.0, bound.verify()   # the general bounds give 18
     (True, True)
 
