@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from otattn import bounds, relaxations
-from otattn.attention import MultiHeadAttention, SoftmaxAttention
+from otattn.attention import L2Attention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention.head import heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.constants.regions import Region, see
+from otattn.lipschitz.constants.regions import see
 from otattn.lipschitz.constants.rows import _density_excess
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_head
 from otattn.lipschitz.constants.simplex import _dual as simplex_dual
@@ -31,10 +32,6 @@ def product_and_rest(a, b):
     return a * b, Fraction(a) * Fraction(b) - Fraction(a * b)
 
 
-def test_half_the_diameter_of_one_point_is_zero():
-    assert Region.of(PointSet([[1.0, -3.0]])).half_diameter == 0.0
-
-
 @pytest.mark.parametrize("kind", ["points", "box"])
 def test_keys_that_cancel_on_pairs_are_not_lost(kind):
     """``A^T (1, 1, 1) = 2^-54 (1, 1, 1)``, which is 0 in float64: two points at distance ``2 (1, 1, 1)`` have a field part."""
@@ -49,7 +46,7 @@ def test_the_largest_gradient_with_a_bias_across():
     """``|diag(1, 1/10) x + (0, 1)|`` on the unit disc: ``2 - s^2 + s/5 + s^2/100`` is largest at ``s = 10/99``."""
     head = SoftmaxAttention(np.diag([1.0, 0.1]), np.eye(2), bias=[0.0, 1.0])
     for domain in (Ball(1.0), Ellipsoid(np.eye(2), np.zeros(2))):
-        assert see(softmax_head(head), domain).G == pytest.approx(math.sqrt(2.0 + 1.0 / 99.0), rel=1e-9)
+        assert pytest.approx(math.sqrt(2.0 + 1.0 / 99.0), rel=1e-9) == see(softmax_head(head), domain).G
 
 
 def test_a_tangent_is_above_the_cubic_of_the_density():
@@ -70,9 +67,10 @@ def test_a_tangent_is_above_the_cubic_of_the_density():
     assert near >= 20
 
 
-@pytest.mark.parametrize("alpha", [0.5, 3.0])
+@pytest.mark.parametrize("alpha", [1.0, 3.0])
 def test_the_row_constant_is_at_most_what_the_entropy_gives(alpha):
-    head, region, n = SoftmaxAttention(alpha * np.eye(2), np.eye(2)), Ball(2.0), 4
+    """For alpha = 1 the first of the two is the least of all three, for alpha = 3 the second."""
+    head, region, n = SoftmaxAttention(alpha * np.eye(2), np.eye(2)), Ball(2.0), 2
     W = relaxations.self_entropy(head, domain=region, n=n).value
     row = relaxations.row_certificate(head, domain=region, n=n).value
     assert row <= min(math.sqrt(1.0 + W), 1.0 + math.sqrt(W / 2.0)) * (1 + 1e-9)
@@ -89,23 +87,55 @@ def test_a_shift_that_cancels_enters_the_self_entropy(radius):
         assert exact <= Fraction(relaxations.self_entropy(head, domain=Ellipsoid([[radius]], [centre]), n=3).value)
 
 
-def test_a_shift_that_cancels_enters_the_column_exponent():
-    """A head of one query and one key on a small box around a far centre, where its bias takes away all of the query."""
-    for k in range(1, 30):
-        size, centre = 1e-9, 1e3 * k / 7.0
-        shift, rest = product_and_rest(A1, centre)
-        key = [1.0, 0.1]
-        head = SoftmaxAttention.from_qkv([[A1, 0.0]], [key], np.eye(2), scale=1.0, query_bias=[-shift])
-        low = np.array([centre - size, -size])
-        domain = Box(low, low + 2 * size)
-        # at tokens z with the first entry of the centre: the query is what is missing of the product
-        middle = Fraction(centre) * Fraction(A1) - Fraction(shift)
-        assert middle == rest
-        gap = sum(
-            abs(Fraction(t)) * min(Fraction(u) - Fraction(m), Fraction(m) - Fraction(v))
-            for t, u, m, v in zip(key, domain.upper, [centre, 0.0], domain.lower, strict=True)
-        )
-        assert abs(rest) * gap <= Fraction(relaxations.column_exponent(head, domain=domain).value)
+def cancelling_head(centre):
+    """Logits ``(A1 x_1 + bias) y_2`` whose factor vanishes in float64 at ``x_1 = centre``, and what it is."""
+    shift, rest = product_and_rest(A1, centre)
+    form = np.array([[0.0, 0.0], [A1, 0.0]])
+    return SoftmaxAttention(form, np.eye(2), bias=[0.0, -shift]), rest
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e8])
+def test_a_shift_that_cancels_is_all_that_is_left_on_a_flat_domain(size):
+    """``x_1`` is fixed: logits are ``rest y_2``, the exponent is ``2 |rest| size`` and W at least ``(rest size)^2``."""
+    head, rest = cancelling_head(B1)
+    assert rest != 0
+    for domain in (
+        Box([B1, -size], [B1, size]),
+        Ellipsoid([[0.0], [size]], [B1, 0.0]),
+        PointSet([[B1, -size], [B1, size]]),
+    ):
+        exponent = Fraction(relaxations.column_exponent(head, domain=domain).value)
+        entropy = Fraction(relaxations.self_entropy(head, domain=domain, n=3).value)
+        assert 2 * abs(rest) * Fraction(size) <= exponent
+        assert (rest * Fraction(size)) ** 2 <= entropy
+
+
+def test_a_shift_of_factors_that_cancels_enters_the_column_exponent():
+    """A key that a query never meets, ``A = K^T Q`` of one row each: on a box that is flat along the query only the shift counts."""
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        centre, query = 1e3 * (1.0 + rng.random()), 1.0 + rng.random()
+        shift, rest = product_and_rest(query, centre)
+        head = SoftmaxAttention.from_qkv([[query, 0.0]], [[0.0, 1.0]], np.eye(2), scale=1.0, query_bias=[-shift])
+        found = relaxations.column_exponent(head, domain=Box([centre, -1.0], [centre, 1.0])).value
+        assert 2 * abs(rest) <= Fraction(found)
+
+
+def test_forms_of_factors_that_cancel_are_held():
+    """``A = K^T Q`` is 0 in float64 and ``rest e_1 e_1^T`` in truth: logits of tokens of size 1e9 feel it."""
+    shift, rest = product_and_rest(A1, B1)
+    Q, K = np.zeros((2, 2, 5))
+    Q[:, 0], K[:, 0] = (A1, 1.0), (B1, -shift)
+    softmax, l2 = SoftmaxAttention.from_qkv(Q, K, np.eye(5), scale=1.0), L2Attention(Q, K, np.eye(5))
+    for attention, exact in ((softmax, rest), (l2, 2 * rest)):
+        (head,) = heads_of(attention)
+        assert not np.any(attention.A if attention is softmax else K.T @ Q)
+        first = [Fraction(float(t)) for t in np.diag(head.A)]
+        apart = max(abs(t - (exact if k == 0 else 0)) for k, t in enumerate(first))
+        assert not np.any(head.A - np.diag(np.diag(head.A)))
+        assert apart <= Fraction(head.error) * max(abs(t) for t in first)
+    # two tokens at 1e9 and -1e9, of equal weights up to rest 1e18: V C A is rest 1e18
+    assert bounds.field_bound(softmax, radius=1e9, n=2).value >= abs(rest) * Fraction(10) ** 18
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(1.0, 0.5), (-2.0, 1.0), (0.3, -2.0)])
@@ -152,20 +182,17 @@ def test_a_sum_over_many_points_counts_its_rounding():
     assert sum(Fraction(float(t)) ** 2 for t in y[:, 0]) <= Fraction(value)
 
 
-def cancelling(k):
-    """``W (1, 2k)``, ``V (2k, 1)`` whose product is 0 in float64, and the exact product."""
-    shift, rest = product_and_rest(A1, B1)
-    return np.tile([A1, 1.0], k)[None], np.tile([B1, -shift], k)[:, None], k * rest
-
-
-@pytest.mark.parametrize("k", [1, 4, 50])
+@pytest.mark.parametrize("k", [1, 4, 50, 200])
 def test_outputs_and_values_that_cancel_are_not_lost(k):
-    """One token goes to W V times itself."""
-    W, V, exact = cancelling(k)
-    attention = MultiHeadAttention([SoftmaxAttention([[0.0]], V)], outputs=[W])
-    assert exact != 0
-    found = bounds.at_measure_bound(attention, [[1.0]]).value
-    assert abs(exact) <= Fraction(found) <= Fraction(1e-9)
+    """One token goes to W V times itself, with ``W (1, 2k)`` and ``V (2k, 1)`` whose product is rounding."""
+    rng = np.random.default_rng(k)
+    for _ in range(20):
+        a, b = 1.0 + rng.random(2)
+        shift, rest = product_and_rest(a, b)
+        W, V = np.tile([a, 1.0], k)[None], np.tile([b, -shift], k)[:, None]
+        attention = MultiHeadAttention([SoftmaxAttention([[0.0]], V)], outputs=[W])
+        found = bounds.at_measure_bound(attention, [[1.0]]).value
+        assert k * abs(rest) <= Fraction(found) <= Fraction(1e-6)
 
 
 def test_an_interval_head_counts_the_rounding_of_its_values():
