@@ -14,7 +14,7 @@ from otattn import _validate as check
 from otattn._linalg import mid, norm_upper, product_error, spectral_norm_upper
 from otattn.attention.base import AttentionMap
 
-__all__ = ["FLOATS", "Arithmetic", "Head", "check_sizes", "heads_of", "with_values"]
+__all__ = ["FLOATS", "Arithmetic", "Head", "check_sizes", "heads_of", "near_product", "with_values"]
 
 Array = NDArray[np.float64]
 _EPS = float(np.finfo(np.float64).eps)
@@ -94,11 +94,11 @@ class Head:
         out = cls(map, form, wrap(V), offset, factors=(q, k), arithmetic=arithmetic)
         if arithmetic is not FLOATS:
             return out
-        size = float(norm_upper(q)) * float(norm_upper(k))
         # rounding of the product, and of turning it to a basis
-        error = 4.0 * (len(form) + 8) * _EPS * size / max(float(spectral_norm_upper(form)), 1e-300)
+        lost = 4.0 * (len(form) + 8) * _EPS * float(norm_upper(q)) * float(norm_upper(k))
+        near, error = near_product(form, lost)
         shift = 2.0 * product_error(k.T, b[:, None]) if b is not None and biased else 0.0
-        return replace(out, error=min(1.0, error), shift=shift)
+        return replace(out, A=near, error=error, shift=shift, factors=(q, k) if near is form else None)
 
     @property
     def d(self) -> int:
@@ -214,6 +214,18 @@ class Head:
     def lift(self, x: Array) -> Array:
         """A vector of ``R^r`` as one of ``R^d``."""
         return x if self.basis is None else np.asarray(self.basis @ x)
+
+
+def near_product(form: Array, lost: float) -> tuple[Array, float]:
+    """A matrix near the exact product of which ``form`` is what rounding left, and its distance relative to its own norm.
+
+    ``lost`` bounds the rounding. Where the product cancels down to it, ``form`` may be far smaller than the exact product, or
+    zero. Then ``form + 16 lost I`` is returned: its norm is at least 8 lost, and the exact product is within 17 lost of it.
+    """
+    size = float(spectral_norm_upper(form))
+    if size >= 8.0 * lost:
+        return form, lost / max(size, 1e-300)
+    return form + 16.0 * lost * np.eye(len(form)), 3.0
 
 
 def heads_of(attention: AttentionMap, *, arithmetic: Arithmetic = FLOATS) -> tuple[Head, ...]:

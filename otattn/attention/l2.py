@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn._linalg import product_error, spectral_norm_upper
+from otattn._linalg import product_error
 from otattn.attention.base import finite
-from otattn.attention.head import Arithmetic, Head
+from otattn.attention.head import Arithmetic, Head, near_product
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
 from otattn.measures import GaussianMeasure
@@ -58,8 +58,8 @@ class L2Attention(SingleHead):
         Q, K = arithmetic.matrix(self.Q), arithmetic.matrix(self.K)
         head = Head.of(self, 2.0 * (K.T @ Q), self.V, arithmetic=arithmetic)
         # what rounding does to A, relative to its norm
-        error = 0.0 if head.exact else 2.0 * product_error(self.K.T, self.Q) / max(spectral_norm_upper(head.A), 1e-300)
-        return (replace(head, H=K.T @ K, error=min(1.0, error)),)
+        A, error = (head.A, 0.0) if head.exact else near_product(head.A, 2.0 * product_error(self.K.T, self.Q))
+        return (replace(head, A=A, H=K.T @ K, error=error),)
 
     def in_coordinates(self, E: Array, left: Array) -> L2Attention:
         return L2Attention(finite(self.Q @ E), finite(self.K @ E), finite(left @ self.V @ E))

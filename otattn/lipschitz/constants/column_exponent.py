@@ -114,12 +114,11 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     left, shifted = E.T @ head.A, head.A @ around.center + head.c
     A, c = left @ E, E.T @ shifted
     unit = spectral_norm(mid(A)) + float(np.linalg.norm(mid(c)))
-    if unit == 0.0 and not A.any() and not c.any():
+    if not (E.any() and (head.A.any() or head.c.any())) or (statement.exact and not A.any() and not c.any()):
         return {"A": A, "c": c, "unit": 0.0, "slack": 0.0}
-    unit = max(unit, 1e-290)
-    A, c = A / unit, c / unit
     if statement.exact:
-        return {"A": A, "c": c, "unit": unit, "slack": 0.0}
+        unit = max(unit, 1e-290)
+        return {"A": A / unit, "c": c / unit, "unit": unit, "slack": 0.0}
     # z and z' - z have norms at most 1 and 2; each product was rounded
     size = float(norm_upper(E))
     rounded = product_error(left, E) + product_error(E.T, head.A) * size + product_error(E.T, shifted[:, None])
@@ -127,6 +126,9 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
         product_error(head.A, around.center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
     )
     rounded += size * head.lost * (size + float(norm_upper(around.center)))
+    # all of it may have cancelled: what rounded is left
+    unit = max(unit, rounded, 1e-290)
+    A, c = A / unit, c / unit
     basis, missed = row_span(A, A.T, c[None])
     if basis is not None:
         A, c = basis.T @ A @ basis, basis.T @ c
@@ -185,14 +187,15 @@ def _box_problem(statement: Statement) -> dict[str, Any]:
     shifted = (head.A @ center + head.c)[live]
     A, c = ((head.A[np.ix_(live, live)] * r).T * r).T, shifted * r
     unit = spectral_norm(mid(A)) + float(np.linalg.norm(mid(c)))
-    if unit == 0.0 and not A.any() and not c.any():
+    if not (head.A.any() or head.c.any()) or (statement.exact and not A.any() and not c.any()):
         return {"A": A, "c": c, "unit": 0.0, "slack": 0.0}
-    unit = max(unit, 1e-290)
-    slack = 0.0
+    unit, slack = max(unit, 1e-290), 0.0
     if not statement.exact:
         size = float(np.linalg.norm(r))
         rounded = product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
-        slack = 2.0 * size * (rounded + head.lost * (size + float(norm_upper(center)))) / unit + 16.0 * len(r) * EPS
+        rounded = 2.0 * size * (rounded + head.lost * (size + float(norm_upper(center))))
+        unit = max(unit, rounded)  # all of A b + c may have cancelled: what rounded is left
+        slack = rounded / unit + 16.0 * len(r) * EPS
     return {"A": A / unit, "c": c / unit, "unit": unit, "slack": slack}
 
 

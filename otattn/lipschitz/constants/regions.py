@@ -274,7 +274,7 @@ class Seen:
         else:
             # lengths first: the product of two small matrices may not be a float
             R = top(self.R)
-            best = product(max_norm_product(form.V * R, form.A * R), 1.0 + 4.0 * form.error)
+            best = product(max_norm_product(form.V * R, form.A * R), (1.0 + 2.0 * form.error) ** 2)
         extreme = self._extreme_pairs()
         if extreme is not None:
             q1, q2, factor = extreme

@@ -216,19 +216,23 @@ def _entropy_problem(statement: Statement) -> dict[str, Any]:
     )
     tau = entropy_gap(check.count(statement.n, "n"))
     data: dict[str, Any] = {"box": isinstance(domain, Box), "radius": radius, "tau_n": tau}
-    if unit == 0.0 and not G.any() and not g0.any():
+    nothing = radius == 0.0 or not (head.A.any() or head.c.any())
+    if nothing or (exact and not G.any() and not g0.any()):
         return {**data, "G": G, "c": h, "S": S, "h": h, "constant": 0.0, "tau": 0.0, "unit": 0.0, "slack": 0.0}
-    unit = max(unit, 1e-290)
-    G, g0, S, h = G / unit, g0 / unit, (S + S.T) / (2.0 * unit), h / unit
-    c, slack = G.T @ g0, 0.0
-    share: Any = (lift(tau) if exact else tau) / unit
+    rounded = 0.0
     if not exact:
-        # |g| and <h, z> are at most one: errors of both enter the square about twice
         rounded = product_error(head.A, E) * radius + product_error(left, E) + product_error(E.T, head.A) * radius
         rounded += (
             2.0 * radius * (product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c)))
         )
         rounded += 2.0 * radius * head.lost * (radius + float(norm_upper(center)))
+    # where all of it cancelled, what rounded is left
+    unit = max(unit, rounded, 1e-290)
+    G, g0, S, h = G / unit, g0 / unit, (S + S.T) / (2.0 * unit), h / unit
+    c, slack = G.T @ g0, 0.0
+    share: Any = (lift(tau) if exact else tau) / unit
+    if not exact:
+        # |g| and <h, z> are at most one: errors of both, at most one too, enter the square about twice
         slack = 16.0 * rounded / unit + 64.0 * (len(c) + head.d) * EPS
         if not data["box"]:
             basis, missed = row_span(G, S, h[None], c[None])
