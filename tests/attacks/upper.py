@@ -31,7 +31,7 @@ def attack(name: str, call: Callable[[Problem], Any], **draw: Any) -> Callable[[
 
         def body() -> Outcome:
             bounds = asked(lambda: call(q))
-            bounds = bounds if isinstance(bounds, list) else [bounds]
+            bounds = [bounds] if isinstance(bounds, oa.Bound) else list(bounds)
             uppers = [float(b) for b in bounds if b.kind == "upper"]
             if not uppers:
                 raise Refused("no upper bound")
