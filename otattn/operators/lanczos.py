@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from otattn import _validate as check
@@ -14,6 +14,7 @@ from otattn.attention import JacobianOperator
 from otattn.errors import ConvergenceError
 from otattn.operators.fused import FusedJacobian
 from otattn.operators.krylov import NonFiniteError, RitzPair, top_eigenpair
+from otattn.operators.network import TwoPrecisions
 
 __all__ = ["SingularValueError", "TopSingular", "top_singular"]
 
@@ -25,6 +26,10 @@ FLOAT32_RESIDUAL = 4e-6
 """Relative residual of J^T J down to which float32 iterations are worth their time."""
 RANDOM_STEPS = 8
 """Steps from a random start before a small residual is believed."""
+WARM_STEPS = 5
+"""The same from a given start, which is mostly right: enough to bring out what its random part holds."""
+RANDOM_SHARE = 0.1
+"""Size of the random vector that is added to a given unit vector."""
 FUSED_SCALES = (1e-60, 1e60)
 """Where the scale of a fused product is that far from the operator's size, its two halves are taken apart."""
 VANISHED = 1e-24
@@ -111,6 +116,7 @@ def top_singular(
     tol: float | None = None,
     max_iter: int = 1000,
     rng: np.random.Generator | int = 0,
+    start: ArrayLike | None = None,
     allow_unconverged: bool = False,
 ) -> TopSingular:
     r"""The largest singular value of ``operator`` with its singular vectors.
@@ -132,6 +138,9 @@ def top_singular(
         Largest number of products with ``J^T J``.
     rng : Generator or int
         Of the start.
+    start : array_like, optional
+        A guess of the right singular vector, such as that of an operator nearby. A random vector of a tenth of its size is
+        added, so that no direction is missing from it.
     allow_unconverged : bool
         Return what was reached (``converged`` is False, ``value`` a lower value) where this would raise.
 
@@ -168,41 +177,44 @@ def top_singular(
     budget = check.count(max_iter, "max_iter")
     generator = check.rng_from(rng)
     exact = _Operator(operator)
-    start = exact.start(generator)
+    v = exact.start(generator)
+    steps = RANDOM_STEPS
+    if start is not None and (guess := exact.guess(start)) is not None:
+        v, steps = guess + RANDOM_SHARE / np.linalg.norm(v) * v, WARM_STEPS
     target = 2.0 * wanted  # of the residual of J^T J: an error in sigma^2 is twice that in sigma
     used, second, settled = 0, 0.0, False
 
     rough = exact.single()
     if rough is not None:
-        pair = _float32_stage(rough, start, max(0.9 * target, FLOAT32_RESIDUAL), budget - 1, generator)
+        pair = _float32_stage(rough, v, max(0.9 * target, FLOAT32_RESIDUAL), budget - 1, generator, steps)
         del rough
         if pair is not None:
-            start = pair.vector.astype(np.float64)
+            v = pair.vector.astype(np.float64)
             used, second, settled = pair.products, pair.second, pair.settled
 
-    start /= np.linalg.norm(start)
-    theta, left, image = exact.evaluate(start)
+    v /= np.linalg.norm(v)
+    theta, left, image = exact.evaluate(v)
     used += 1
     while True:
         if theta == 0.0:
-            return _zero(exact, start, used, precision, wanted)
-        residual = float(np.linalg.norm(image - theta * start)) / theta
+            return _zero(exact, v, used, precision, wanted)
+        residual = float(np.linalg.norm(image - theta * v)) / theta
         if (residual <= target and settled) or used >= budget - 1:
             break
         pair = top_eigenpair(
             exact.gram,
-            start,
+            v,
             tol=0.5 * target,
             max_products=budget - used - 1,  # the last one evaluates the result
             rng=generator,
             first=image,
-            min_steps=1 if settled else RANDOM_STEPS,
+            min_steps=1 if settled else steps,
         )
         # a Ritz value never exceeds its eigenvalue: the larger of the two seconds tells more of the gap
-        start, second, settled = pair.vector, max(second, pair.second), pair.settled
-        theta, left, image = exact.evaluate(start)
+        v, second, settled = pair.vector, max(second, pair.second), pair.settled
+        theta, left, image = exact.evaluate(v)
         used += pair.products + 1
-    result = _result(exact, theta, left, start, residual, second, used, settled, precision, wanted)
+    result = _result(exact, theta, left, v, residual, second, used, settled, precision, wanted)
     if not result.converged and not allow_unconverged:
         raise SingularValueError(
             f"the largest singular value needs a relative error of {wanted:g} (residual {target:g}), reached "
@@ -214,7 +226,7 @@ def top_singular(
 
 
 def _float32_stage(
-    operator: _Operator, start: Array, tol: float, budget: int, rng: np.random.Generator
+    operator: _Operator, start: Array, tol: float, budget: int, rng: np.random.Generator, steps: int
 ) -> RitzPair | None:
     """The top Ritz pair in float32, or None where that precision does not carry."""
     if budget < 1:
@@ -226,7 +238,7 @@ def _float32_stage(
             tol=tol,
             max_products=budget,
             rng=rng,
-            min_steps=RANDOM_STEPS,
+            min_steps=steps,
         )
     except NonFiniteError:
         return None
@@ -309,6 +321,11 @@ class _Operator:
 
     def single(self) -> _Operator | None:
         """The same in float32, where there is such a form and its range holds the operator."""
+        if isinstance(self._linear, TwoPrecisions):
+            out = object.__new__(_Operator)
+            out.__dict__.update(self.__dict__)
+            out._linear = self._linear.single
+            return out
         if self._fused is None:
             return None
         rough = self._fused.astype(np.float32)
@@ -327,6 +344,14 @@ class _Operator:
             return x
         layer = self._fused.layer
         return np.asarray(layer.scatter(layer.gather(x.reshape(self._fused.n, self._fused.d)))).reshape(-1)
+
+    def guess(self, given: ArrayLike) -> Array | None:
+        """A given start as a unit vector; None where it is zero."""
+        x = check.as_float_array(given, "start").reshape(-1)
+        if x.size != self.size:
+            raise ValueError(f"start must have {self.size} entries like the operator's input, received {x.size}.")
+        norm = float(np.linalg.norm(x))
+        return x / norm if norm > 0.0 else None
 
     def input(self, x: Array) -> Array:
         shaped = x if self._tokens is None else x.reshape(self._tokens.n, self._tokens.d)
