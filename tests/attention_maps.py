@@ -25,7 +25,6 @@ from otattn.attention import (
     SoftmaxAttention,
     TransformerBlock,
 )
-
 from otattn.models import Transformer, bert, gpt2, llama
 
 sys.path.append(str(Path(__file__).parent / "models"))

@@ -45,7 +45,7 @@ def test_all_norms_are_those_of_dense_products(model):
     states = model.hidden_states(IDS)
     maps = profile.network.maps
     S = len(maps)
-    assert S == model.num_layers + (model.layout.family.norms.get("final") is not None)
+    assert model.num_layers + (model.layout.family.norms.get("final") is not None) == S
     mu = profile.mu
     for a in range(S):
         nu = mu

@@ -92,7 +92,7 @@ class DepthProfile(Tabular):
     @property
     def product(self) -> Array:
         """Products of the stages' own norms, ``(S,)``."""
-        return np.cumprod(self.blocks)
+        return np.asarray(np.cumprod(self.blocks), dtype=np.float64)
 
     def rows(self) -> list[dict[str, Any]]:
         """One record a depth."""
