@@ -47,7 +47,7 @@ def random_like(model: Transformer, layers: int, seed: int) -> Transformer:
     c, arrays = model.config, {}
     for name in names:
         index = layer_index(name)
-        if index is not None and index >= layers:
+        if name.endswith("position_ids") or (index is not None and index >= layers):
             continue
         shape = names[name]
         if len(shape) == 1:

@@ -97,7 +97,7 @@ def networks(rng: Rng) -> dict[str, Transformer]:
     }
     return {
         "bert": bert(syn.bert_weights(rng, d=D, hidden=5), num_heads=3, eps=1e-3),
-        "gpt2": gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=1e-3),
+        "gpt2": gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=0.1),
         "llama": llama(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
     }
 
