@@ -41,6 +41,7 @@ masked                conditional W_p                                        :mo
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`
 unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.upper.unnormalised`
 several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.several_heads`
+whole blocks          products of the parts' constants on their regions      :mod:`~otattn.lipschitz.upper.blocks`
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  =========================================

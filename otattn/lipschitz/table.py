@@ -14,13 +14,13 @@ from otattn.lipschitz.catalogue import THEOREMS, Theorem
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import check_count, largest_norm, resolve_domain, see
 from otattn.lipschitz.lower import published as published_below
-from otattn.lipschitz.upper import l2, masked, published, rotary, several_heads, unnormalised
+from otattn.lipschitz.upper import blocks, l2, masked, published, rotary, several_heads, unnormalised
 from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["Crossover", "closed_bounds", "crossover", "table"]
 
-CLOSED = (l2, masked, published, published_below, rotary, several_heads, unnormalised)
+CLOSED = (l2, masked, published, published_below, rotary, several_heads, unnormalised, blocks)
 """The modules whose theorems a table shows: they are registered when their modules are read."""
 
 

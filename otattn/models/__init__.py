@@ -4,10 +4,10 @@
 tokenizing need the extra ``models``.
 """
 
+from otattn.attention.feed_forward import FeedForward
 from otattn.models.any_model import open_model
 from otattn.models.bert import Bert, bert
 from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint
-from otattn.models.feed_forward import FeedForward
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.gpt2 import GPT2, gpt2
 from otattn.models.layer import ModelLayer, Projections

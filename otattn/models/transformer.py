@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap, Compose, LayerNorm, RMSNorm, SoftmaxAttention
+from otattn.attention.feed_forward import FeedForward
 from otattn.data.layer import SampleLayer
 from otattn.models.family import Buffer, Layout
-from otattn.models.feed_forward import FeedForward
 from otattn.models.layer import ModelLayer, Projections, norm_domain, tokenwise
 
 __all__ = ["ModelConfig", "Transformer"]

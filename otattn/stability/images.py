@@ -39,8 +39,8 @@ from otattn.attention import (
     TransformerBlock,
 )
 from otattn.attention.base import AttentionMap, Measure, block_rows
+from otattn.attention.feed_forward import TANH_GELU, FeedForward
 from otattn.attention.kernels import Projections
-from otattn.models.feed_forward import TANH_GELU, FeedForward
 from otattn.stability import functions
 from otattn.stability.enclosed import UNIT, Enclosed, append_columns
 from otattn.stability.potentials import column_potential

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from blocks import BLOCKS
 from lower import LOWER
 from measured import MEASURED, nearly_equal
 from outcomes import Outcome
@@ -20,7 +21,7 @@ import otattn as oa
 from otattn import lipschitz
 
 ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
-    UPPER | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
+    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
 )
 
 PROMISE = re.compile(

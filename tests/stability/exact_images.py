@@ -24,7 +24,7 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from otattn.models.feed_forward import TANH_GELU, FeedForward
+from otattn.attention.feed_forward import TANH_GELU, FeedForward
 
 DIGITS = 60
 Vector = list[Any]

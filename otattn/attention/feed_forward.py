@@ -11,9 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, ndtr
 
 from otattn import _validate as check
-from otattn.attention import TokenwiseMap
 from otattn.attention.base import Measure
-from otattn.attention.tokenwise import field_rows
+from otattn.attention.tokenwise import TokenwiseMap, field_rows
 
 __all__ = ["TANH_GELU", "FeedForward", "activation_name"]
 
