@@ -9,17 +9,20 @@ the first ten of SmolLM2's thirty layers at 32 tokens, and models of the same sh
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 if __package__:
-    from benchmarks.common import arguments, machine, panels, table, write
+    from benchmarks.common import arguments, machine, table, write
 else:
-    from common import arguments, machine, panels, table, write
+    from common import arguments, machine, table, write
 
 from otattn import depth_profile, load_excerpt
 from otattn.lipschitz import DepthProfile
@@ -105,8 +108,8 @@ def cases(quick: bool) -> Iterator[Case]:
     yield Case("MiniLM, n = 32", minilm, minilm, 32)
     if quick:
         return
-    yield Case("MiniLM, n = 128", minilm, minilm, 128)
     yield Case("random weights in MiniLM's shape, n = 32", lambda: random_like(minilm(), 6, seed=0), minilm, 32)
+    yield Case("MiniLM, n = 128", minilm, minilm, 128)
     yield Case("random weights in MiniLM's shape, n = 128", lambda: random_like(minilm(), 6, seed=0), minilm, 128)
     yield Case("SmolLM2, first ten layers, n = 32", smollm2, smollm2, 32, SMOL_LAYERS)
     yield Case(
@@ -186,12 +189,24 @@ def main() -> None:
         over = spread(case, model) if case.n == 32 and not case.title.startswith("random") else None
         lines += section(case, profile, seconds, over)
         drawn.append((case, profile))
+        print(f"{case.title}: {seconds:.0f} s of CPU", file=sys.stderr, flush=True)
     lines += machine("safetensors", seeds="0")
-    axes = panels(len(drawn))
-    for ax, (case, profile) in zip(axes, drawn, strict=True):
+    write("networks", lines, args.out, picture(drawn))
+
+
+def picture(drawn: list[tuple[Case, DepthProfile]]) -> Any:
+    """Two cases a column, on one scale where they are of one shape."""
+    rows = min(2, len(drawn))
+    figure = Figure(figsize=(4.6 * -(-len(drawn) // rows), 3.7 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, -(-len(drawn) // rows), squeeze=False).T.ravel())
+    for ax, (case, profile) in zip(axes, drawn, strict=False):
+        ax.spines[["top", "right"]].set_visible(False)
         plot_depth(profile, ax=ax)
-        ax.set_title(case.title, fontsize=9)
-    write("networks", lines, args.out, axes[0])
+        low, high = ax.get_ylim()
+        ax.set_ylim(min(low, 1.0), max(high, 20.0))
+        ax.set_title(case.title, fontsize=10)
+    return axes[0]
 
 
 if __name__ == "__main__":

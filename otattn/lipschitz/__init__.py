@@ -73,6 +73,7 @@ from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adv
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
 from otattn.lipschitz.local.at_measure import local_upper_bound
 from otattn.lipschitz.local.depth import DepthProfile, depth_profile
+from otattn.lipschitz.local.edits import EditStability, edit_stability
 from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
@@ -83,6 +84,7 @@ __all__ = [
     "Bound",
     "Catalogue",
     "DepthProfile",
+    "EditStability",
     "Enclosure",
     "EnclosureTable",
     "Exponent",
@@ -92,6 +94,7 @@ __all__ = [
     "adversarial_tokens",
     "bounds",
     "depth_profile",
+    "edit_stability",
     "enclose_lipschitz",
     "enclosure_table",
     "fit_exponent",

@@ -114,6 +114,18 @@ def test_a_slice_of_the_layers(model):
     assert stages.names[-1].startswith(str(len(whole.names) - 1))
 
 
+def test_values_from_above(model):
+    def proved(operator):
+        exact = float(np.linalg.norm(operator.to_dense(), 2))
+        return exact * (1 - 1e-12), exact * (1 + 1e-12), "dense"
+
+    profile = oa.depth_profile(model, IDS, partial=False, bounds=proved)
+    assert (profile.composed <= profile.upper).all()
+    assert (profile.upper <= profile.composed + profile.error_bars[0]).all()
+    assert set(profile.how) == {"dense"}
+    assert [r["upper"] for r in profile.rows()] == profile.upper.tolist()
+
+
 def test_rows_and_pictures(model):
     profile = oa.depth_profile(model, IDS, other=IDS[::-1], splitting=True)
     rows = profile.rows()

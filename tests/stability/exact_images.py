@@ -105,7 +105,7 @@ def exact_image(
         return not masked or bool(times[j] <= times[i])  # type: ignore[index]
 
     if isinstance(a, SoftmaxAttention):
-        head = a.head()
+        head = a.projections()
         q = [shifted(times_matrix(head.Wq, v), head.bq) for v in x]
         k = [times_matrix(head.Wk, v) for v in x]
         rows = softmax_rows(lambda i, j: dot(q[i], k[j]), [times_matrix(a.V, v) for v in x], mass, seen)

@@ -26,13 +26,15 @@ from otattn.attention import Compose
 from otattn.attention.base import Measure
 from otattn.distances import conditional_wasserstein, wasserstein
 from otattn.lipschitz.local.networks import network_of
+from otattn.lipschitz.local.partial_norms import PartialNorms
 from otattn.lipschitz.local.value import FIELD_BYTES, largest_field_norm
 from otattn.measures import SpaceTimeMeasure
-from otattn.operators import JacobianProduct, TopSingular, measure_jacobian, top_singular
+from otattn.operators import JacobianProduct, measure_jacobian, top_singular
 
 __all__ = ["DepthProfile", "depth_profile"]
 
 Array = NDArray[np.float64]
+Bounds = Callable[[Any], tuple[float, float, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,10 @@ class DepthProfile(Tabular):
         ``W_2(F mu, F nu) / W_2(mu, nu)`` of the first s stages for two texts (conditional for causal maps).
     growth : ndarray (m, S) or None
         ``composed`` at the first ``n_values`` tokens, ``(m,)``.
+    upper : ndarray (S,) or None
+        Values from above of ``composed``, where ``bounds`` were asked for.
+    how : tuple of str
+        Of which kind each of them is.
     products : int
         Products with ``J^T J`` in all.
     tol : float
@@ -74,6 +80,8 @@ class DepthProfile(Tabular):
     stability: Array | None
     n_values: NDArray[np.int64] | None
     growth: Array | None
+    upper: Array | None
+    how: tuple[str, ...]
     products: int
     tol: float
     network: Compose
@@ -104,6 +112,7 @@ class DepthProfile(Tabular):
                 "block": float(self.norms[s, s]),
                 "composed": float(self.norms[0, s]),
                 "error_bar": float(self.error_bars[0, s]),
+                **({} if self.upper is None else {"upper": float(self.upper[s])}),
                 "product": float(self.product[s]),
                 "product_over_composed": float(self.product[s] / self.norms[0, s]) if self.norms[0, s] > 0 else np.nan,
                 "alignment": float(self.alignment[s - 1]) if s else np.nan,
@@ -132,7 +141,7 @@ class DepthProfile(Tabular):
             "alignment": self.alignment.tolist(),
             "tol": self.tol,
         }
-        for name in ("splitting", "stability", "n_values", "growth"):
+        for name in ("splitting", "stability", "n_values", "growth", "upper"):
             value = getattr(self, name)
             if value is not None:
                 out[name] = value.tolist()
@@ -172,6 +181,7 @@ def depth_profile(
     other: Any = None,
     n_values: Sequence[int] | None = None,
     splitting: bool = False,
+    bounds: Bounds | None = None,
     tol: float = 1e-3,
     max_iter: int = 300,
     rng: np.random.Generator | int = 0,
@@ -195,6 +205,9 @@ def depth_profile(
         Numbers of tokens, for ``growth``: the first n tokens on their own.
     splitting : bool
         Also the splitting part (``(n, d, d)`` arrays in chunks: seconds to minutes).
+    bounds : callable, optional
+        Of a linear operator: ``(lower, upper, how)`` of its norm. Fills ``upper`` for the first 1, 2, ... stages; Lanczos alone
+        gives values from below.
     tol : float
         Largest relative error of each norm, by its residual.
     max_iter : int
@@ -226,7 +239,7 @@ def depth_profile(
     check.positive(tol, "tol")
     generator = check.rng_from(rng)
     stages = whole.stages(mu.support())
-    search = _Search([measure_jacobian(m, nu) for m, nu in stages], tol, max_iter, generator)
+    search = PartialNorms([measure_jacobian(m, nu) for m, nu in stages], tol, max_iter, generator)
     S = len(stages)
     pairs = [(a, b) for a in range(S) for b in range(a, S) if partial or a == 0 or a == b]
     with tqdm(total=len(pairs), desc="partial products", disable=not progress, leave=False) as bar:
@@ -244,6 +257,7 @@ def depth_profile(
         None if other is None else _stability(whole, mu, network_of(network, other, first, last)[1]),
         n_list,
         growth,
+        *_from_above(search.stages, bounds),
         search.products,
         float(tol),
         whole,
@@ -251,33 +265,12 @@ def depth_profile(
     )
 
 
-class _Search:
-    """Top singular triples of partial products, each started from its neighbour's."""
-
-    def __init__(self, stages: Sequence[Any], tol: float, max_iter: int, rng: np.random.Generator) -> None:
-        self.stages, self.tol, self.max_iter, self.rng = stages, tol, max_iter, rng
-        self.tops: dict[tuple[int, int], TopSingular] = {}
-        self.products = 0
-
-    def norm(self, a: int, b: int) -> TopSingular:
-        """The triple of ``J_{a:b}``."""
-        start = self.tops[a, b - 1].right if (a, b - 1) in self.tops else None
-        operator = self.stages[a] if a == b else JacobianProduct(self.stages[a : b + 1])
-        top = top_singular(operator, tol=self.tol, max_iter=self.max_iter, rng=self.rng, start=start)
-        self.products += top.iterations
-        self.tops[a, b] = top
-        return top
-
-    def table(self, read: Callable[[TopSingular], float]) -> Array:
-        S = len(self.stages)
-        out = np.full((S, S), np.nan)
-        for (a, b), top in self.tops.items():
-            out[a, b] = read(top)
-        return check.frozen(out)
-
-    def alignment(self) -> Array:
-        pairs = [(self.tops[s, s].left, self.tops[s + 1, s + 1].right) for s in range(len(self.stages) - 1)]
-        return check.frozen(np.array([abs(float(np.sum(u * v))) for u, v in pairs]))
+def _from_above(stages: Sequence[Any], bounds: Bounds | None) -> tuple[Array | None, tuple[str, ...]]:
+    """What ``bounds`` says of the first 1, 2, ... stages, and how."""
+    if bounds is None:
+        return None, ()
+    found = [bounds(stages[0] if s == 1 else JacobianProduct(stages[:s])) for s in range(1, len(stages) + 1)]
+    return check.frozen(np.array([float(upper) for _, upper, _ in found])), tuple(str(how) for *_, how in found)
 
 
 def _splitting(whole: Compose, mu: Measure) -> Array:
@@ -329,6 +322,6 @@ def _growth(
     out = []
     for n in sizes:
         whole, mu, _ = network_of(network, array[:n], first, last)
-        search = _Search([measure_jacobian(m, nu) for m, nu in whole.stages(mu)], tol, max_iter, rng)
+        search = PartialNorms([measure_jacobian(m, nu) for m, nu in whole.stages(mu)], tol, max_iter, rng)
         out.append([search.norm(0, s).value for s in range(len(whole.maps))])
     return np.array(sizes, dtype=np.int64), check.frozen(np.array(out))
