@@ -63,10 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     _, (left, right) = panels(2, size=(5.2, 4.0))
     oa.plotting.plot_depth(profile, ax=left)
     S = len(profile.names)
-    shown = right.imshow(np.log10(profile.norms), cmap="viridis", origin="upper")
+    shown = right.imshow(
+        np.log10(profile.norms), cmap="Blues", origin="upper", vmax=1.15 * np.log10(np.nanmax(profile.norms))
+    )
     for a in range(S):
         for b in range(a, S):
-            right.text(b, a, f"{profile.norms[a, b]:.3g}", ha="center", va="center", color="white", fontsize=8)
+            right.text(b, a, f"{profile.norms[a, b]:.3g}", ha="center", va="center", fontsize=8)
     right.set_xticks(range(S), [str(s) for s in range(S)])
     right.set_yticks(range(S), [str(s) for s in range(S)])
     right.set_xlabel("to layer b")
