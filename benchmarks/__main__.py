@@ -39,6 +39,7 @@ SCRIPTS = (
     Script(
         "local_scale", "memory and time of one head up to 65,536 tokens", (), ("--sizes", "1024", "--constant", "1024")
     ),
+    Script("local_upper", "the local constant from above: cost, width, failures", (), ("--quick",)),
     Script("dense", "small layers: torch jacrev and a full SVD", ("torch",), ("--quick",)),
     Script("growth", "growth of the time with n, d and heads", (), ("--quick",)),
     Script("distances", "transport, ratios and Bures-Wasserstein: POT loops", ("POT",), (), out=False),

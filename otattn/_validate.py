@@ -17,6 +17,7 @@ __all__ = [
     "moderate",
     "points",
     "positive",
+    "probability",
     "real_array",
     "real_dtype",
     "resolution",
@@ -229,6 +230,14 @@ def check_order(p: Any) -> float:
     if not value >= 1.0:
         raise ValueError(f"p must lie in [1, inf], received {p!r}; W_p is a distance only for p >= 1.")
     return value
+
+
+def probability(value: Any, name: str) -> float:
+    """A float strictly between 0 and 1."""
+    out = positive(value, name)
+    if not out < 1.0:
+        raise ValueError(f"{name} must be less than 1, received {value!r}; it is a probability.")
+    return out
 
 
 def positive(value: Any, name: str, *, zero: bool = False, limit: float = np.inf) -> float:

@@ -66,6 +66,11 @@ class JacobianOperator(LinearOperator):
     def _rmatvec(self, x: Array) -> Array:
         return self.vjp(x).reshape(-1)
 
+    @property
+    def assembled(self) -> bool:
+        """True where :meth:`to_dense` takes less than a product a column."""
+        return self._dense is not None
+
     def to_dense(self) -> Array:
         """The matrix ``(n e, n d)``; costs its memory and, unless assembled, ``n min(d, e)`` products."""
         if self._dense is not None:

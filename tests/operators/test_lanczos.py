@@ -162,6 +162,19 @@ def test_restarts_keep_the_memory_and_the_answer(monkeypatch):
     check(result, M, 1.0)
 
 
+@pytest.mark.parametrize("precision", ["fast", "precise"])
+def test_restarts_in_both_precisions(monkeypatch, precision):
+    maps, X = layers()
+    J, free = FusedJacobian(maps["layer"], X), top_singular(FusedJacobian(maps["layer"], X), tol=1e-12)
+    J.prepare()
+    monkeypatch.setattr(attention_base, "MEMORY_BUDGET", 8 * X.size)  # the least basis of all
+    result = top_singular(J, precision=precision)
+    assert result.converged
+    assert result.value == pytest.approx(free.value, rel=result.tol)
+    with pytest.raises(SingularValueError):
+        top_singular(J, tol=1e-12, max_iter=12)
+
+
 def test_same_seed_same_bits():
     M = matrix(SPECTRA["random"])
     a, b, c = top_singular(M), top_singular(M, rng=0), top_singular(M, rng=np.random.default_rng(5))

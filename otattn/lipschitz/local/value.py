@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.local.mixed_norms import mixed_local
+from otattn.lipschitz.local.upper_side import UpperKind, constant_above
 from otattn.measures import Domain
 from otattn.operators import measure_jacobian, top_singular
 
@@ -33,11 +35,10 @@ class LocalLipschitz:
 
     Attributes
     ----------
-    value : float
+    value, lower : float
         The constant for uniformly small displacements, ``max(particle, splitting)`` for p = 2 (and ``far_mass`` where
-        a domain was given); for p = 1 and inf the lower value of an interval.
-    lower, upper : float
-        ``lower <= constant <= upper``; equal up to the error bar for p = 2.
+        a domain was given); for p = 1 and inf the lower value of an interval. It is attained, so never above the
+        constant (up to the rounding of its evaluation).
     particle : float
         Atoms move as wholes: the norm of ``W^{1/2} J W^{-1/2}``, for equal weights that of the Jacobian.
     splitting : float
@@ -50,11 +51,16 @@ class LocalLipschitz:
         ``|J^T J v - sigma^2 v| / sigma^2``, evaluated in float64 (0 for a dense decomposition).
     iterations : int
         Products with the operator (0 for a dense decomposition).
+    failure : float
+        Largest probability that ``upper`` is below the constant, where it is "probabilistic".
+    seed : int
+        Of the random starts of that bound.
+    known_upper : float or None
+        ``upper`` where it was found together with ``value`` (p = 1 and inf, far mass).
     """
 
     value: float
     lower: float
-    upper: float
     particle: float
     splitting: float
     far_mass: float | None
@@ -65,6 +71,36 @@ class LocalLipschitz:
     p: float
     attention: AttentionMap
     mu: Measure
+    failure: float
+    seed: int
+    known_upper: float | None
+
+    @property
+    def upper(self) -> float:
+        """An upper bound of the constant; computed when it is first asked for."""
+        return self._above[0]
+
+    @property
+    def upper_kind(self) -> UpperKind:
+        """What ``upper`` is.
+
+        - "proved": softmax heads, masked or not, with ``n min(d, e) <= 2048``. The derivative is enclosed in interval
+          arithmetic and its norm proved by a Cholesky factorisation: all rounding is counted.
+        - "computed": other maps of that size whose Jacobian is written out. The same proof, of the matrix of floats.
+        - "probabilistic": beyond it. Over the random starts, it is below the norm with probability at most ``failure``,
+          for the linear map that the float products compute and under the model of rounding that
+          :func:`~otattn.operators.spectral_norm_bounds` states.
+        - "margins": p = 1 and inf. A dual certificate of the computed blocks, rounded outward by a margin.
+        - "none": with a domain the far mass is searched, and ``upper`` is infinite.
+        """
+        return self._above[1]
+
+    @cached_property
+    def _above(self) -> tuple[float, UpperKind]:
+        if self.known_upper is not None:
+            return self.known_upper, "margins" if self.far_mass is None else "none"
+        upper, kind = constant_above(self.attention, self.mu, self.splitting, failure=self.failure, seed=self.seed)
+        return max(upper, self.lower), kind
 
     def displacement(self) -> Array:
         """The extremal token displacement ``W^{-1/2} right``, ``(n, d)``; zero on atoms of zero weight."""
@@ -111,6 +147,7 @@ def local_lipschitz(
     p: float = 2,
     tol: float = 1e-8,
     domain: Domain | None = None,
+    failure: float = 1e-9,
     rng: np.random.Generator | int = 0,
 ) -> LocalLipschitz:
     r"""The local Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu`` in the W_p metric.
@@ -133,6 +170,8 @@ def local_lipschitz(
     domain : Domain, optional
         Also look for ``far_mass``: a W_2-small perturbation may send a tiny mass anywhere in the domain, whose images
         separate with ``||D_x Gamma_mu(y)||``.
+    failure : float
+        Largest probability that ``upper`` is below the constant, where it is of the kind "probabilistic" (large n).
     rng : Generator or int
         Starting vectors.
 
@@ -160,31 +199,33 @@ def local_lipschitz(
     support = measure.support()
     check.moderate(support.points, "mu")
     generator = check.rng_from(rng)
+    check.probability(failure, "failure")
     if order not in (1.0, 2.0, np.inf):
         raise ValueError(f"p must be 1, 2 or inf for a local constant, received {p!r}.")
-    residual, iterations = 0.0, 0
+    residual, iterations, known_upper = 0.0, 0, None
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
             if order == 2.0:
-                lower, bar, u, v, residual, iterations = _top_singular(attention, support, tol, generator)
-                particle, upper = lower, lower + bar
+                lower, u, v, residual, iterations = _top_singular(attention, support, tol, generator)
+                particle = lower
             else:
-                lower, upper, particle, u, v = mixed_local(attention, support, order, generator)
+                lower, known_upper, particle, u, v = mixed_local(attention, support, order, generator)
             splitting = splitting_part(attention, support)
     except np.linalg.LinAlgError as exc:
         raise OverflowError(_TOO_LARGE) from exc
-    if not np.isfinite([lower, upper, particle, splitting]).all():
+    if not np.isfinite([lower, known_upper or 0.0, particle, splitting]).all():
         raise OverflowError(_TOO_LARGE)
     far = None if domain is None else max(splitting, far_mass(attention, measure, domain, rng=generator))
-    lower, upper = max(lower, splitting), max(upper, splitting)
+    lower = max(lower, splitting, far or 0.0)
     if far is not None:  # found from below: nothing is known from above
-        lower, upper = max(lower, far), np.inf
+        known_upper = np.inf
+    elif known_upper is not None:
+        known_upper = max(known_upper, splitting)
     left, right = np.zeros((measure.n, u.shape[1])), np.zeros((measure.n, v.shape[1]))
     left[live], right[live] = u, v
     return LocalLipschitz(
         lower,
         lower,
-        float(upper),
         particle,
         splitting,
         far,
@@ -195,6 +236,9 @@ def local_lipschitz(
         order,
         attention,
         measure,
+        failure,
+        int(generator.integers(2**63)),
+        known_upper,
     )
 
 
@@ -241,19 +285,17 @@ def field_norms(D: Array) -> Array:
 
 def _top_singular(
     attention: AttentionMap, mu: Measure, tol: float, rng: np.random.Generator
-) -> tuple[float, float, Array, Array, float, int]:
-    """Top singular triple of ``W^{1/2} J W^{-1/2}``: sigma, its error bar, u, v, relative residual, products."""
+) -> tuple[float, Array, Array, float, int]:
+    """Top singular triple of ``W^{1/2} J W^{-1/2}``: sigma, u, v, relative residual, products."""
     n, d = mu.n, mu.dim
     e = d if attention.out_dim is None else attention.out_dim
     if n * d * n * e <= DENSE_ENTRIES:
         J = attention.jacobian(mu).reweighted(mu.weights)
         U, s, Vt = np.linalg.svd(J.to_dense(), full_matrices=False)
-        bar = 8.0 * max(J.shape) * float(np.finfo(np.float64).eps) * float(s[0])
-        return float(s[0]), bar, U[:, 0].reshape(n, e), Vt[0].reshape(n, d), 0.0, 0
+        return float(s[0]), U[:, 0].reshape(n, e), Vt[0].reshape(n, d), 0.0, 0
     top = top_singular(measure_jacobian(attention, mu), precision="precise", tol=tol, rng=rng)
     return (
         top.value,
-        top.error_bar,
         top.left.reshape(n, e),
         top.right.reshape(n, d),
         top.residual,
