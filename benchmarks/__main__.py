@@ -49,6 +49,7 @@ SCRIPTS = (
     Script("local_ball", "certified constants around given tokens", ("cvxpy",), None, out=False),
     Script("adversarial", "real against adversarial tokens", (), None, out=False),
     Script("real_models", "two trained models on real text", MODELS),
+    Script("networks", "whole networks at real tokens: layers composed against products", MODELS, ("--quick",)),
     Script("fuzz", "50,000 random calls of every public function", ("pandas",), ("--calls", "200"), out=False),
     Script("attacks", "attacks on every proven number", ("mpmath",), ("--seconds", "60"), out=False),
     Script("mutation", "small changes of the formulas: do the tests notice", ("coverage",), None, out=False),

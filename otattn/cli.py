@@ -1,4 +1,4 @@
-"""The command line: ``otattn report``, ``stability``, ``local``, ``bounds``, ``flow`` and ``gradient-flow``.
+"""The command line: ``otattn report``, ``stability``, ``local``, ``bounds``, ``depth``, ``flow`` and ``gradient-flow``.
 
 Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed.
 """
@@ -27,6 +27,9 @@ __all__ = ["main"]
 
 _REFUSALS = (ValueError, TypeError, OSError, OtattnError, ArithmeticError, MemoryError, RuntimeError, ImportError)
 """What bad input, or a machine too small for it, ends in; anything else is a fault of ours and shows its traceback."""
+
+
+_DEPTH = "Norms of the first 1, 2, ... layers of a model at real tokens, against products of the layers' own norms."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,12 +129,30 @@ def _parser() -> argparse.ArgumentParser:
     bounds.add_argument("--json", action="store_true", help="print JSON")
     bounds.add_argument("--out", metavar="DIR", help="also write bounds.json and bounds.png there")
 
-    depth = command("flow", _flow, "Tokens that follow the layer in depth: stability in time, radius, clusters.")
-    depth.add_argument("--n", type=_positive, default=16, help="tokens of the first window (default 16)")
-    depth.add_argument("--t-end", type=float, default=1.0, help="length of the time span (default 1)")
-    depth.add_argument("--size", type=float, default=1e-3, help="displacement over the largest norm (default 1e-3)")
+    depth = commands.add_parser("depth", help=_DEPTH, description=_DEPTH)
+    depth.set_defaults(run=_depth, name="depth")
+    depth.add_argument("--model", required=True, metavar="PATH", help="a checkpoint or the folder of one")
+    depth.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text whose first tokens are read (the bundled passage by default)"
+    )
+    depth.add_argument("--tokens", metavar="FILE.npy", help="token indices (n,) or (w, n), in place of a text")
+    depth.add_argument("--other", metavar="FILE", help="a second text: distances of the two, layer by layer")
+    depth.add_argument("--n", type=_positive, default=32, help="number of tokens (default 32)")
+    depth.add_argument("--layers", type=_positive, default=None, help="only the first so many layers")
+    depth.add_argument("--composed", action="store_true", help="leave out partial products that start later")
+    depth.add_argument("--splitting", action="store_true", help="also the splitting part")
+    depth.add_argument("--heads", type=_positive, default=None, help="number of heads where no configuration tells it")
+    depth.add_argument("--seed", type=_seed, default=0, help="seed of every random draw (default 0)")
+    depth.add_argument("--quiet", action="store_true", help="no progress bar")
     depth.add_argument("--json", action="store_true", help="print JSON")
-    depth.add_argument("--out", metavar="DIR", help="also write flow.json and flow.png there")
+    depth.add_argument("--out", metavar="DIR", help="also write depth.json and depth.png there")
+
+    flow = command("flow", _flow, "Tokens that follow the layer in depth: stability in time, radius, clusters.")
+    flow.add_argument("--n", type=_positive, default=16, help="tokens of the first window (default 16)")
+    flow.add_argument("--t-end", type=float, default=1.0, help="length of the time span (default 1)")
+    flow.add_argument("--size", type=float, default=1e-3, help="displacement over the largest norm (default 1e-3)")
+    flow.add_argument("--json", action="store_true", help="print JSON")
+    flow.add_argument("--out", metavar="DIR", help="also write flow.json and flow.png there")
 
     gradient = command("gradient-flow", _gradient_flow, "Which variant is a gradient flow, of which energy: defects.")
     gradient.add_argument("--dim", type=_positive, default=3, help="dimension of the random tokens (default 3)")
@@ -290,6 +311,15 @@ def _bounds(options: argparse.Namespace) -> None:
         f"(published pair: 10^{crossing.log_published / ln10:.1f})",
     ]
     _emit(options, data, lines, partial(plot_enclosure, table))
+
+
+def _depth(options: argparse.Namespace) -> None:
+    from otattn.plotting import plot_depth
+    from otattn.report.depth import profile_of
+
+    profile = profile_of(options)
+    heading = f"n = {profile.mu.n}; norms within {profile.tol:g} of their value, {profile.products} products"
+    _emit(options, profile.to_dict(), [*str(profile).splitlines(), heading], partial(plot_depth, profile))
 
 
 def _flow(options: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
 """Every map of the library with random parameters on R^3: the list that the conformance suite runs over."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +25,10 @@ from otattn.attention import (
     SoftmaxAttention,
     TransformerBlock,
 )
+from otattn.models import Transformer, bert, gpt2, llama
+
+sys.path.append(str(Path(__file__).parent / "models"))
+import synthetic as syn
 
 D = 3
 Rng = np.random.Generator
@@ -80,6 +86,22 @@ def block(rng: Rng, pre_norm: bool, *, masked: bool = False) -> TransformerBlock
     return TransformerBlock(attention, mlp(rng), attention_norm=norm(rng), mlp_norm=norm(rng), pre_norm=pre_norm)
 
 
+def networks(rng: Rng) -> dict[str, Transformer]:
+    """Two layers of each family on tokens of dimension 3."""
+    given = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-3,
+        "hidden_act": "silu",
+        "head_dim": 2,
+    }
+    return {
+        "bert": bert(syn.bert_weights(rng, d=D, hidden=5), num_heads=3, eps=1e-3),
+        "gpt2": gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=0.1),
+        "llama": llama(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
+    }
+
+
 MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "softmax": lambda r: SoftmaxAttention(mat(r), mat(r)),
     "softmax-bias": lambda r: SoftmaxAttention(mat(r), mat(r), bias=[1.0, 0.0, -1.0], value_bias=[0.0, 2.0, 0.0]),
@@ -135,4 +157,8 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "block-post": lambda r: block(r, False),
     "block-masked-pre": lambda r: block(r, True, masked=True),
     "block-masked-post": lambda r: block(r, False, masked=True),
+    "network-bert": lambda r: networks(r)["bert"].map(),
+    "network-gpt2": lambda r: networks(r)["gpt2"].map(),
+    "network-llama": lambda r: networks(r)["llama"].map(),
+    "network-gpt2-last-layer": lambda r: networks(r)["gpt2"].map(-1, final_norm=False),
 }

@@ -9,7 +9,10 @@ import pytest
 from attention_maps import MAPS, D, Rng
 
 from otattn.attention import AttentionMap, JacobianOperator, base
+from otattn.lipschitz import local_lipschitz
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
+from otattn.operators import measure_jacobian, top_singular
+from otattn.operators.network import TwoPrecisions
 
 TOKENWISE = ("layernorm", "rmsnorm", "mlp")
 
@@ -131,6 +134,33 @@ def test_dense_products_and_operator_algebra_agree(attention: AttentionMap, rng:
     close(weighted.to_dense(), root[0] * dense / root[1])
     close(weighted @ np.eye(J.shape[1]), root[0] * dense / root[1])
     close(weighted.H @ np.eye(J.shape[0]), (root[0] * dense / root[1]).T)
+
+
+def test_products_part_by_part_are_those_of_the_map(attention: AttentionMap, rng: Rng) -> None:
+    """What Lanczos iterates, in L^2(mu): each part of a network on its own path, and the same in float32."""
+    mu = measure(attention, rng)
+    J, plain = measure_jacobian(attention, mu), attention.jacobian(mu).reweighted(mu.weights)
+    v, g = rng.standard_normal((mu.n, J.d)), rng.standard_normal((mu.n, J.e))
+    close(J.jvp(v), plain.jvp(v), 1e-11)
+    close(J.vjp(g), plain.vjp(g), 1e-11)
+    equal = rebuilt(mu, mu.points, np.full(mu.n, 1.0 / mu.n))
+    J, plain = measure_jacobian(attention, equal), attention.jacobian(equal)
+    close(J.jvp(v), plain.jvp(v), 1e-11)
+    if isinstance(J, TwoPrecisions):
+        size = float(np.linalg.norm(plain.to_dense(), 2))
+        assert 0.0 < np.linalg.norm(J.single.jvp(v) - plain.jvp(v)) <= 1e-3 * size * np.linalg.norm(v)
+        assert 0.0 < np.linalg.norm(J.single.vjp(g) - plain.vjp(g)) <= 1e-3 * size * np.linalg.norm(g)
+
+
+def test_the_local_constant_is_that_of_the_dense_jacobian(attention: AttentionMap, rng: Rng) -> None:
+    mu = measure(attention, rng)
+    J = attention.jacobian(mu).reweighted(mu.weights)
+    size = float(np.linalg.norm(J.to_dense(), 2))
+    top = top_singular(measure_jacobian(attention, mu), precision="precise", rng=1)
+    assert abs(top.value - size) <= top.error_bar + 1e-12 * size
+    local = local_lipschitz(attention, mu)
+    assert abs(local.particle - size) <= 1e-11 * size
+    assert local.verify()
 
 
 # symmetries of measures

@@ -2,6 +2,7 @@
 
 from otattn.attention.base import AttentionMap
 from otattn.attention.compose import Compose, Residual, TransformerBlock
+from otattn.attention.feed_forward import FeedForward
 from otattn.attention.function import FunctionAttention
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.l2 import L2Attention
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionMap",
     "Compose",
     "ExponentialAttention",
+    "FeedForward",
     "FunctionAttention",
     "JacobianOperator",
     "L2Attention",

@@ -153,6 +153,11 @@ class AttentionMap(Saved, ABC):
         """
         raise ValueError(f"logits are those of softmax or L2 attention (or heads of it), received {self.kind}.")
 
+    @property
+    def _width(self) -> int:
+        """How many numbers a token a Jacobian of this map would like to keep beside them."""
+        return 0
+
     def as_measure(self, mu: AnyMeasure) -> Measure:
         """``mu`` as the kind of measure that the map acts on, with its dimension checked."""
         if isinstance(mu, GaussianMeasure):
@@ -268,12 +273,12 @@ class AttentionMap(Saved, ABC):
     def jacobian(self, mu: MeasureLike, *, block_size: int | None = None) -> JacobianOperator:
         """``D_X f`` at the atoms of ``mu`` (weights kept fixed), a linear operator ``(n d,) -> (n e,)``.
 
-        The kernels of all heads and layers are kept between products when together they fit half the memory
-        budget and no ``block_size`` is given; otherwise each product computes them again, in blocks of rows.
+        The kernels of all heads and the slopes of all layers are kept between products when together they fit half the
+        memory budget and no ``block_size`` is given; otherwise each product computes them again, in blocks of rows.
         """
         measure = self.as_measure(mu)
         rows, n = _block(block_size), measure.n
-        if rows is None and 8 * n * n * self._kernels > MEMORY_BUDGET // 2:
+        if rows is None and 8 * n * (n * self._kernels + self._width) > MEMORY_BUDGET // 2:
             rows = block_rows(n, n)
         return self._jacobian(measure, self._times(measure.points, measure, None), rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,10 @@ class Residual(AttentionMap):
     def in_coordinates(self, E: Array, left: Array) -> AttentionMap:
         """For ``left`` the inverse of E, which leaves ``x`` in ``x + scale Gamma(x)`` alone."""
         return Residual(self.map.in_coordinates(E, left), scale=self.scale)
+
+    @property
+    def _width(self) -> int:
+        return self.map._width
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return x + self.scale * self.map._apply(x, mu, times, block_size)
@@ -154,6 +159,21 @@ class Compose(AttentionMap):
     @property
     def _tol(self) -> float:
         return max(m._tol for m in self.maps)
+
+    @property
+    def _width(self) -> int:
+        return sum(m._width for m in self.maps)
+
+    def stages(self, mu: Any) -> list[tuple[AttentionMap, Measure]]:
+        """Each map with the measure that reaches it.
+
+        Examples
+        --------
+        >>> from otattn.attention import LayerNorm
+        >>> [(type(m).__name__, nu.points.ravel()) for m, nu in Compose(LayerNorm([1.0, 1.0])).stages([[0.0, 2.0]])]
+        [('LayerNorm', array([0., 2.]))]
+        """
+        return list(zip(self.maps, self._stages(self.as_measure(mu), None), strict=True))
 
     def _stages(self, mu: Measure, block_size: int | None) -> list[Measure]:
         """The measure before each map."""

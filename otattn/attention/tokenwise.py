@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, ndtr
 
 from otattn import _validate as check
+from otattn.attention import base
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 
-__all__ = ["MLP", "LayerNorm", "RMSNorm", "TokenwiseMap"]
+__all__ = ["MLP", "LayerNorm", "RMSNorm", "TokenwiseMap", "field_rows"]
 
 Array = NDArray[np.float64]
+Product = Callable[[Array], Array]
+
+
+def field_rows(m: int, width: int, d: int) -> Iterator[slice]:
+    """Runs of the m rows whose ``(rows, width, d)`` arrays fit a quarter of the memory budget."""
+    step = max(1, base.MEMORY_BUDGET // (32 * max(width * d, 1)))
+    return (slice(start, min(start + step, m)) for start in range(0, m, step))
 
 
 class TokenwiseMap(AttentionMap):
@@ -35,6 +44,22 @@ class TokenwiseMap(AttentionMap):
     @abstractmethod
     def _vjp(self, x: Array, g: Array) -> Array: ...
 
+    @property
+    def _width(self) -> int:
+        """Numbers a token that :meth:`linearised` keeps."""
+        return 0
+
+    def linearised(self, x: Array, dtype: Any = np.float64) -> tuple[Product, Product]:
+        """The derivative at the tokens ``x (n, d)`` and its adjoint, what they share computed once, in ``dtype``."""
+
+        def jvp(v: Array) -> Array:
+            return np.asarray(self._jvp(x, np.asarray(v, dtype=np.float64)), dtype=dtype)
+
+        def vjp(g: Array) -> Array:
+            return np.asarray(self._vjp(x, np.asarray(g, dtype=np.float64)), dtype=dtype)
+
+        return jvp, vjp
+
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return self._map(x)
 
@@ -45,6 +70,15 @@ class TokenwiseMap(AttentionMap):
 
     def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
         x = mu.points
+        if block_size is None:
+            jvp, vjp = self.linearised(x)
+        else:  # nothing is kept
+
+            def jvp(v: Array) -> Array:
+                return self._jvp(x, v)
+
+            def vjp(g: Array) -> Array:
+                return self._vjp(x, g)
 
         def dense() -> Array:
             D = self._field(x, mu, None, None)
@@ -56,8 +90,8 @@ class TokenwiseMap(AttentionMap):
             mu.n,
             mu.dim,
             mu.dim if self.out_dim is None else self.out_dim,
-            jvp=lambda v: self._jvp(x, v),
-            vjp=lambda g: self._vjp(x, g),
+            jvp=jvp,
+            vjp=vjp,
             dense=dense,
         )
 
@@ -132,6 +166,22 @@ class LayerNorm(TokenwiseMap):
     def _pull(self, z: Array, scale: Array, v: Array) -> Array:
         """The symmetric derivative of the standardisation."""
         return (self._centred(v) - z * np.mean(z * v, axis=1, keepdims=True)) / scale
+
+    @property
+    def _width(self) -> int:
+        return self.in_dim
+
+    def linearised(self, x: Array, dtype: Any = np.float64) -> tuple[Product, Product]:
+        """See :class:`TokenwiseMap`."""
+        z, scale, gain = (np.asarray(a, dtype=dtype) for a in (*self._standard(x), self.gain))
+
+        def jvp(v: Array) -> Array:
+            return np.asarray(self._pull(z, scale, np.asarray(v, dtype=dtype)) * gain)
+
+        def vjp(g: Array) -> Array:
+            return self._pull(z, scale, np.asarray(g, dtype=dtype) * gain)
+
+        return jvp, vjp
 
     def _jvp(self, x: Array, v: Array) -> Array:
         return np.asarray(self._pull(*self._standard(x), v) * self.gain)
@@ -231,6 +281,22 @@ class MLP(TokenwiseMap):
     def _slope(self, x: Array) -> Array:
         return np.asarray(_ACTIVATIONS[self.activation][1](x @ self.U.T + self.b))
 
+    @property
+    def _width(self) -> int:
+        return len(self.U)
+
+    def linearised(self, x: Array, dtype: Any = np.float64) -> tuple[Product, Product]:
+        """See :class:`TokenwiseMap`."""
+        slope, U, W = (np.asarray(a, dtype=dtype) for a in (self._slope(x), self.U, self.W))
+
+        def jvp(v: Array) -> Array:
+            return np.asarray((slope * (np.asarray(v, dtype=dtype) @ U.T)) @ W.T)
+
+        def vjp(g: Array) -> Array:
+            return np.asarray((slope * (np.asarray(g, dtype=dtype) @ W)) @ U)
+
+        return jvp, vjp
+
     def _jvp(self, x: Array, v: Array) -> Array:
         return np.asarray((self._slope(x) * (v @ self.U.T)) @ self.W.T)
 
@@ -238,4 +304,7 @@ class MLP(TokenwiseMap):
         return np.asarray((self._slope(x) * (g @ self.W)) @ self.U)
 
     def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
-        return np.asarray(self.W @ (self._slope(x)[:, :, None] * self.U))
+        slope, out = self._slope(x), np.empty((len(x), self.out_dim, self.in_dim))
+        for rows in field_rows(len(x), len(self.U), self.in_dim):
+            out[rows] = self.W @ (slope[rows][:, :, None] * self.U)
+        return out

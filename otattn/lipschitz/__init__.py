@@ -16,6 +16,7 @@ with the mean ``m_x`` and covariance ``C_x`` of the attention weights ``P_x``.
 **At one measure** (:mod:`~otattn.lipschitz.local.value`): the particle part is ``||W^{1/2} J W^{-1/2}||``, the splitting part
 ``max_i ||D_x Gamma_mu(x_i)||`` counts atoms that fall apart, the far-mass part masses that may go anywhere. Orders 1 and
 inf are in :mod:`~otattn.lipschitz.local.mixed_norms`; a proven value in one pass in :mod:`~otattn.lipschitz.local.at_measure`.
+Layers in depth, composed against the product of their constants: :mod:`~otattn.lipschitz.local.depth`.
 
 **From below** (:mod:`~otattn.lipschitz.lower.best`): n tokens in c distinct places have a ``(c d) x (c d)`` problem
 (:mod:`~otattn.lipschitz.lower.clusters`), so n may be a million. Witnesses: a cluster and two anchors across its gradient, with
@@ -40,6 +41,7 @@ masked                conditional W_p                                        :mo
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`
 unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.upper.unnormalised`
 several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.multi_head`
+whole blocks          products of the parts' constants on their regions      :mod:`~otattn.lipschitz.upper.blocks`
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  =========================================
@@ -70,6 +72,8 @@ from otattn.lipschitz.catalogue import Catalogue, theorems
 from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adversarial
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
 from otattn.lipschitz.local.at_measure import at_measure_bound
+from otattn.lipschitz.local.depth import DepthProfile, depth_profile
+from otattn.lipschitz.local.edits import EditStability, edit_stability
 from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
@@ -79,6 +83,8 @@ from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 __all__ = [
     "Bound",
     "Catalogue",
+    "DepthProfile",
+    "EditStability",
     "Enclosure",
     "EnclosureTable",
     "Exponent",
@@ -88,6 +94,8 @@ __all__ = [
     "adversarial_tokens",
     "at_measure_bound",
     "bounds",
+    "depth_profile",
+    "edit_stability",
     "enclose_lipschitz",
     "enclosure_table",
     "fit_exponent",

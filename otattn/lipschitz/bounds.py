@@ -8,6 +8,7 @@ from otattn.lipschitz.lower.published import (
     castin2024_mean_field_lower,
 )
 from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
+from otattn.lipschitz.upper.blocks import whole_block
 from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
 from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
 from otattn.lipschitz.upper.multi_head import multi_head
@@ -52,4 +53,5 @@ __all__ = [
     "row_bound",
     "row_norm",
     "table",
+    "whole_block",
 ]

@@ -1,12 +1,13 @@
 """Attention of trained models: checkpoints, layers and heads, numpy forward passes, windows of text.
 
-``bert``, ``gpt2`` and ``llama`` open a model; reading ``.safetensors`` and ``.gguf`` files and tokenizing need the extra
-``models``.
+``bert``, ``gpt2`` and ``llama`` open a model, ``open_model`` any of the three; reading ``.safetensors`` and ``.gguf`` files and
+tokenizing need the extra ``models``.
 """
 
+from otattn.attention.feed_forward import FeedForward
+from otattn.models.any_model import open_model
 from otattn.models.bert import Bert, bert
 from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint
-from otattn.models.feed_forward import FeedForward
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.gpt2 import GPT2, gpt2
 from otattn.models.layer import ModelLayer, Projections
@@ -39,6 +40,7 @@ __all__ = [
     "load_tokenizer",
     "locate",
     "open_checkpoint",
+    "open_model",
     "read_text",
     "text_windows",
 ]

@@ -16,9 +16,9 @@ from otattn.attention import (
     SoftmaxAttention,
     TransformerBlock,
 )
+from otattn.attention.feed_forward import FeedForward
 from otattn.attention.rotary import RotaryAttention, rotate
 from otattn.measures import Domain, Ellipsoid, LayerNormDomain
-from otattn.models.feed_forward import FeedForward
 
 __all__ = ["ModelLayer", "Projections", "norm_domain"]
 

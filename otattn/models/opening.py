@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from otattn.attention.feed_forward import activation_name
 from otattn.models.checkpoint import Checkpoint
 from otattn.models.family import Family, Layout
-from otattn.models.feed_forward import activation_name
 from otattn.models.files import is_folder, named_path, read_json
 from otattn.models.gguf_file import GGUFCheckpoint
 from otattn.models.keys import number, whole

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention import LayerNorm, RMSNorm, SoftmaxAttention
+from otattn.attention import AttentionMap, Compose, LayerNorm, RMSNorm, SoftmaxAttention
+from otattn.attention.feed_forward import FeedForward
 from otattn.data.layer import SampleLayer
 from otattn.models.family import Buffer, Layout
-from otattn.models.feed_forward import FeedForward
 from otattn.models.layer import ModelLayer, Projections, norm_domain, tokenwise
 
 __all__ = ["ModelConfig", "Transformer"]
@@ -276,6 +276,36 @@ class Transformer:
             ids,
             f"layer {index} of {self.checkpoint.origin}",
         )
+
+    def map(self, first: int = 0, last: int | None = None, *, final_norm: bool = True) -> Compose:
+        """Layers ``first`` to ``last - 1`` as one attention map: what enters layer ``first`` to what enters layer ``last``.
+
+        Parameters
+        ----------
+        first, last : int
+            Layer numbers; negative ones count from the end, ``last=None`` is the end of the model.
+        final_norm : bool
+            With ``last`` at the end: whether the normalisation behind the last layer, where there is one, belongs to the
+            map, as it does to :meth:`hidden_states`.
+
+        Returns
+        -------
+        Compose
+            ``maps`` are the layers' blocks (and the final normalisation). All weights are read and kept.
+
+        Examples
+        --------
+        ``model.map(a, b).on_tokens(states[a])`` is ``states[b]`` for ``states = model.hidden_states(token_ids)``.
+        """
+        start = self.index(first)
+        stop = self.num_layers if last is None or last == self.num_layers else self.index(last)
+        if not start < stop:
+            raise ValueError(
+                f"last must come after first, received layers {start} to {stop} of {self.num_layers}; an empty network has no map."
+            )
+        maps: list[AttentionMap] = [self._layer(i).block for i in range(start, stop)]
+        norm = self._final_norm() if final_norm and stop == self.num_layers else None
+        return Compose(*maps) if norm is None else Compose(*maps, norm)
 
     def index(self, layer: int) -> int:
         """``layer`` as a number in ``[0, num_layers)``; negative ones count from the end."""

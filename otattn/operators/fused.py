@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator
 
-from otattn.attention import AttentionMap, JacobianOperator
-from otattn.operators.layer import SoftmaxLayer, supports_fused
+from otattn.attention import AttentionMap
+from otattn.operators.layer import SoftmaxLayer
 from otattn.operators.products import HeadProducts
 
-__all__ = ["FusedJacobian", "measure_jacobian"]
+__all__ = ["FusedJacobian"]
 
 Array = NDArray[Any]
 
@@ -54,7 +54,7 @@ class FusedJacobian(LinearOperator):
     Raises
     ------
     TypeError
-        The attention is of another kind (:func:`measure_jacobian` takes any).
+        The attention is of another kind (:func:`otattn.operators.measure_jacobian` takes any).
 
     Notes
     -----
@@ -160,27 +160,3 @@ class FusedJacobian(LinearOperator):
         if self._products is None:
             self._products = HeadProducts(self.layer, self.dtype, self._memory, self._workers)
         return self._products
-
-
-def measure_jacobian(attention: AttentionMap, mu: Any, **options: Any) -> FusedJacobian | JacobianOperator:
-    """The Jacobian of any attention map in L^2(mu): fused for softmax attention, else ``attention.jacobian``.
-
-    Parameters
-    ----------
-    attention : AttentionMap
-    mu : measure or array_like (n, d)
-    **options
-        Of :class:`FusedJacobian`.
-
-    Returns
-    -------
-    FusedJacobian or JacobianOperator
-        The former on all n atoms, with zero rows at atoms of zero weight; the latter on those of positive
-        weight.
-    """
-    if supports_fused(attention):
-        return FusedJacobian(attention, mu, **options)
-    measure = attention.as_measure(mu).support()
-    J = attention.jacobian(measure)
-    uniform = bool((measure.weights == measure.weights[0]).all())
-    return J if uniform else J.reweighted(measure.weights)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._tabular import Result
@@ -24,6 +24,10 @@ FLOAT32_RESIDUAL = 4e-6
 """Relative residual of J^T J down to which float32 iterations are worth their time."""
 RANDOM_STEPS = 8
 """Steps from a random start before a small residual is believed."""
+WARM_STEPS = 5
+"""The same from a given start, which is mostly right: enough to bring out what its random part holds."""
+RANDOM_SHARE = 0.1
+"""Size of the random vector that is added to a given unit vector."""
 VANISHED = 1e-24
 """A float32 eigenvalue (in units of the scale squared) below it may be an underflow: float64 decides."""
 
@@ -107,6 +111,7 @@ def top_singular(
     tol: float | None = None,
     max_iter: int = 1000,
     rng: np.random.Generator | int = 0,
+    start: ArrayLike | None = None,
     allow_unconverged: bool = False,
 ) -> TopSingular:
     r"""The largest singular value of ``operator`` with its singular vectors.
@@ -128,6 +133,9 @@ def top_singular(
         Largest number of products with ``J^T J``.
     rng : Generator or int
         Of the start.
+    start : array_like, optional
+        A guess of the right singular vector, such as that of an operator nearby. A random vector of a tenth of its size is
+        added, so that no direction is missing from it.
     allow_unconverged : bool
         Return what was reached (``converged`` is False, ``value`` a lower value) where this would raise.
 
@@ -164,33 +172,35 @@ def top_singular(
     budget = check.count(max_iter, "max_iter")
     generator = check.rng_from(rng)
     exact = ScaledOperator(operator)
-    start = exact.start(generator)
+    v, steps = exact.start(generator), RANDOM_STEPS
+    if start is not None and (guess := exact.guess(start)) is not None:
+        v, steps = guess + RANDOM_SHARE / np.linalg.norm(v) * v, WARM_STEPS
     target = 2.0 * wanted  # of the residual of J^T J: an error in sigma^2 is twice that in sigma
     used, second, settled = 0, 0.0, False
     rough = exact.single()
-    pair = None if rough is None else _float32_stage(rough, start, max(0.9 * target, FLOAT32_RESIDUAL), budget - 1)
+    pair = None if rough is None else _float32_stage(rough, v, max(0.9 * target, FLOAT32_RESIDUAL), budget - 1, steps)
     del rough
     if pair is not None:
-        start, used, second, settled = pair.vector.astype(np.float64), pair.products, pair.second, pair.settled
+        v, used, second, settled = pair.vector.astype(np.float64), pair.products, pair.second, pair.settled
     while True:
-        start /= np.linalg.norm(start)
-        theta, left, image = exact.evaluate(start)
+        v /= np.linalg.norm(v)
+        theta, left, image = exact.evaluate(v)
         used += 1
-        residual = _residual(theta, start, image)
+        residual = _residual(theta, v, image)
         if theta == 0.0 or (residual <= target and settled) or used >= budget - 1:
             break
         pair = top_eigenpair(
             exact.gram,
-            start,
+            v,
             tol=0.5 * target,
             max_products=budget - used - 1,  # the last one evaluates the result
             first=image,
-            min_steps=1 if settled else RANDOM_STEPS,
+            min_steps=1 if settled else steps,
         )
         # a Ritz value never exceeds its eigenvalue: the larger of the two seconds tells more of the gap
-        start, second, settled = pair.vector, max(second, pair.second), pair.settled
+        v, second, settled = pair.vector, max(second, pair.second), pair.settled
         used += pair.products
-    result = _result(exact, (theta, left, image), start, second, used, settled, precision, wanted)
+    result = _result(exact, (theta, left, image), v, second, used, settled, precision, wanted)
     if not result.converged and not allow_unconverged:
         raise SingularValueError(
             f"the largest singular value needs a relative error of {wanted:g} (residual {target:g}), reached "
@@ -201,13 +211,13 @@ def top_singular(
     return result
 
 
-def _float32_stage(operator: ScaledOperator, start: Array, tol: float, budget: int) -> RitzPair | None:
+def _float32_stage(operator: ScaledOperator, start: Array, tol: float, budget: int, steps: int) -> RitzPair | None:
     """The top Ritz pair in float32, or None where that precision does not carry."""
     if budget < 1:
         return None
     try:
         single = start.astype(np.float32)
-        pair = top_eigenpair(operator.gram, single, tol=tol, max_products=budget, min_steps=RANDOM_STEPS)
+        pair = top_eigenpair(operator.gram, single, tol=tol, max_products=budget, min_steps=steps)
     except NonFiniteError:
         return None
     return pair if pair.value > VANISHED else None

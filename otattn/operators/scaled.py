@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from otattn import _validate as check
 from otattn.attention import JacobianOperator
 from otattn.operators.fused import FusedJacobian
+from otattn.operators.network import TwoPrecisions
 
 __all__ = ["ScaledOperator"]
 
@@ -45,6 +46,11 @@ class ScaledOperator:
 
     def single(self) -> ScaledOperator | None:
         """The same in float32, where there is such a form and its range holds the operator."""
+        if isinstance(self._linear, TwoPrecisions):
+            out = object.__new__(ScaledOperator)
+            out.__dict__.update(self.__dict__)
+            out._linear = self._linear.single
+            return out
         rough = None if self._fused is None else self._fused.astype(np.float32)
         if rough is None or rough.dtype != np.float32:
             return None
@@ -61,6 +67,14 @@ class ScaledOperator:
             return x
         layer = self._fused.layer
         return np.asarray(layer.scatter(layer.gather(x.reshape(self._fused.n, self._fused.d)))).reshape(-1)
+
+    def guess(self, given: ArrayLike) -> Array | None:
+        """A given start as a unit vector; None where it is zero."""
+        x = check.as_float_array(given, "start").reshape(-1)
+        if x.size != self.size:
+            raise ValueError(f"start must have {self.size} entries like the operator's input, received {x.size}.")
+        norm = float(np.linalg.norm(x))
+        return x / norm if norm > 0.0 else None
 
     def input(self, x: Array) -> Array:
         """``x``, read-only, one row a token where the operator acts on tokens."""

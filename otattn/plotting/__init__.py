@@ -1,5 +1,6 @@
 """Pictures of results: ``plot_X(result, *, ax=None) -> Axes``."""
 
+from otattn.plotting.depth import plot_depth
 from otattn.plotting.enclosure import plot_enclosure, plot_head_enclosures, plot_real_against_adversarial
 from otattn.plotting.flows import (
     animate_flow,
@@ -37,6 +38,7 @@ __all__ = [
     "plot_covariance_cone",
     "plot_covariance_ellipses",
     "plot_crossover",
+    "plot_depth",
     "plot_depth_convergence",
     "plot_displacement_convexity",
     "plot_enclosure",

@@ -37,6 +37,7 @@ def axes(ax: Any = None, *, figsize: tuple[float, float] = (6.4, 4.2)) -> Any:
 DRAWN_BY = {
     "ClusterHistory": "plot_cluster_counts",
     "DepthConvergence": "plot_depth_convergence",
+    "DepthProfile": "plot_depth",
     "DisplacementConvexity": "plot_displacement_convexity",
     "EnclosureTable": "plot_enclosure",
     "EnergyDissipation": "plot_energy_dissipation",

@@ -39,6 +39,7 @@ from otattn.attention import (
     TransformerBlock,
 )
 from otattn.attention.base import AttentionMap, Measure, block_rows
+from otattn.attention.feed_forward import TANH_GELU, FeedForward
 from otattn.attention.kernels import Projections
 from otattn.stability import functions
 from otattn.stability.enclosed import UNIT, Enclosed, append_columns
@@ -257,9 +258,15 @@ def _norm(attention: LayerNorm, atoms: Atoms) -> Enclosed:
     return _shifted(z, attention.bias)
 
 
+def _tanh_gelu(s: Enclosed) -> Enclosed:
+    cubic = s + s * s * s * TANH_GELU[1]
+    return s * functions.expit(cubic * (2.0 * TANH_GELU[0]))
+
+
 _ACTIVATIONS: dict[str, Callable[[Enclosed], Enclosed]] = {
     "relu": lambda s: s.clipped(),
     "gelu": functions.gelu,
+    "gelu_tanh": _tanh_gelu,
     "silu": functions.silu,
     "tanh": functions.tanh,
     "identity": lambda s: s,
@@ -272,6 +279,18 @@ def _mlp(attention: MLP, atoms: Atoms) -> Enclosed | None:
         return None
     hidden = activation(_shifted(atoms.points @ attention.U.T, attention.b))
     return _shifted(hidden @ attention.W.T, attention.output_bias)
+
+
+def _feed_forward(attention: FeedForward, atoms: Atoms) -> Enclosed | None:
+    activation = _ACTIVATIONS.get(attention.activation)
+    if activation is None:
+        return None
+    hidden = _shifted(atoms.points @ attention.up.T, attention.up_bias)
+    if attention.gate is None:
+        hidden = activation(hidden)
+    else:
+        hidden = activation(_shifted(atoms.points @ attention.gate.T, attention.gate_bias)) * hidden
+    return _shifted(hidden @ attention.down.T, attention.down_bias)
 
 
 def _residual(attention: Residual, atoms: Atoms) -> Enclosed | None:
@@ -299,6 +318,7 @@ IMAGES: dict[type[AttentionMap], Rule] = {
     LayerNorm: _norm,
     RMSNorm: _norm,
     MLP: _mlp,
+    FeedForward: _feed_forward,
     Residual: _residual,
     Compose: _compose,
     TransformerBlock: _compose,

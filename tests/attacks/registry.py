@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from blocks import BLOCKS
 from lower import LOWER
 from measured import MEASURED, nearly_equal
 from outcomes import Outcome
@@ -20,7 +21,7 @@ import otattn as oa
 from otattn import lipschitz
 
 ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
-    UPPER | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
+    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
 )
 
 PROMISE = re.compile(
@@ -36,6 +37,8 @@ NO_PROMISE = {
     "fit_exponent": "a least squares fit",
     "real_against_adversarial": "a table of local_lipschitz at tokens of adversarial_tokens",
     "mean_field_limit": "distances to a Gaussian flow by Gelbrich's formula, averaged over samples",
+    "depth_profile": "norms by Lanczos, from below, with the bar of their residual; compared with dense products in test_depth",
+    "edit_stability": "distances between given texts, and a local constant by Lanczos",
     "theorems": "the catalogue: words, and which theorems apply",
     "measure_layers": "a table of local_lipschitz, bounds.table and bounds.castin2024_discrete, layer by layer",
 }

@@ -10,15 +10,21 @@ import numpy as np
 
 from otattn import bounds
 from otattn.attention import (
+    MLP,
     ExponentialAttention,
+    FeedForward,
     L2Attention,
+    LayerNorm,
     LinearAttention,
     MaskedAttention,
     MultiHeadAttention,
     ReLUAttention,
+    Residual,
+    RMSNorm,
     RotaryAttention,
     SigmoidAttention,
     SoftmaxAttention,
+    TransformerBlock,
 )
 from otattn.lipschitz import relaxations
 from otattn.lipschitz.bound import Bound
@@ -51,6 +57,18 @@ UNNORMALISED = {
     "relu": ReLUAttention(A, V),
     "sigmoid": SigmoidAttention(A, V),
     "exponential": ExponentialAttention(A, V),
+}
+SQUARE = SoftmaxAttention(A, A.T)
+PERCEPTRON = MLP(rng.standard_normal((4, 3)), rng.standard_normal(4), rng.standard_normal((3, 4)))
+GATED = FeedForward(
+    rng.standard_normal((4, 3)), rng.standard_normal((3, 4)), activation="silu", gate=rng.standard_normal((4, 3))
+)
+NORM = LayerNorm([0.9, -0.4, 1.2], [0.1, 0.0, -0.3], eps=0.05)
+BLOCKS = {
+    "pre": TransformerBlock(SQUARE, PERCEPTRON, attention_norm=NORM, mlp_norm=RMSNorm([0.5, 0.7, 1.0], eps=0.1)),
+    "post": TransformerBlock(MaskedAttention(SQUARE), GATED, attention_norm=NORM, mlp_norm=NORM, pre_norm=False),
+    "norm": NORM,
+    "residual": Residual(MultiHeadAttention([ROTARY], [rng.standard_normal((3, 2))]), scale=-0.5),
 }
 Maker = Callable[[], Bound]
 
@@ -93,6 +111,8 @@ def closed_forms() -> dict[str, Maker]:
                 add(f"multi_head-{name}-{place}-{n}-{p}", bounds.multi_head, head, domain=domain, n=n, p=p)
         for name, head in UNNORMALISED.items():
             add(f"pointwise_bound-{name}-{place}", bounds.pointwise_bound, head, domain=domain, p=2.0)
+        for name, block in BLOCKS.items():
+            add(f"whole_block-{name}-{place}", bounds.whole_block, block, domain=domain, n=4)
     for n in (1, 6):
         for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
             add(f"castin2024_discrete-{name}-{n}", bounds.castin2024_discrete, head, radius=0.8, n=n)

@@ -13,7 +13,16 @@ from attained_values import attained
 from proven_bounds import closed_forms, float_only, relaxed, searched
 
 from otattn import bounds
-from otattn.attention import L2Attention, MaskedAttention, MultiHeadAttention, RotaryAttention, SoftmaxAttention
+from otattn.attention import (
+    Compose,
+    L2Attention,
+    LayerNorm,
+    MaskedAttention,
+    MultiHeadAttention,
+    Residual,
+    RotaryAttention,
+    SoftmaxAttention,
+)
 from otattn.errors import CertificateError
 from otattn.lipschitz import certificate, relaxations
 from otattn.lipschitz.bound import Bound
@@ -131,7 +140,10 @@ def maps(bound: Bound) -> Iterator[Any]:
     yield L2Attention(2.0 * np.eye(d), np.eye(d), 4.0 * np.eye(d))
     second = SoftmaxAttention(np.eye(d), np.ones((base.out_dim, d)))
     yield MultiHeadAttention([base, MaskedAttention(second) if base.causal else second])
-    if not isinstance(base, MaskedAttention | RotaryAttention):
+    if isinstance(base, Compose | Residual | LayerNorm):
+        yield Compose(base, base)
+        yield Residual(base)
+    elif not isinstance(base, MaskedAttention | RotaryAttention):
         yield MaskedAttention(base)
     if isinstance(base, MaskedAttention):
         yield base.attention

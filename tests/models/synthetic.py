@@ -53,18 +53,26 @@ def gpt2_weights(rng: Rng, *, layers: int = 2, d: int = 12, vocab: int = 17, len
 
 
 def llama_weights(
-    rng: Rng, *, layers: int = 2, d: int = 32, heads: int = 4, kv: int = 2, hidden: int = 64, vocab: int = 17
+    rng: Rng,
+    *,
+    layers: int = 2,
+    d: int = 32,
+    heads: int = 4,
+    kv: int = 2,
+    hidden: int = 64,
+    vocab: int = 17,
+    width: int | None = None,
 ) -> Weights:
     """Names of Hugging Face, rotary layout of halves."""
-    width = d // heads
+    width = d // heads if width is None else width
     out = {"model.embed_tokens.weight": rng.normal(size=(vocab, d)), "model.norm.weight": rng.uniform(0.5, 1.5, d)}
     for i in range(layers):
         stem = f"model.layers.{i}."
         shapes = {
-            "self_attn.q_proj": (d, d),
+            "self_attn.q_proj": (heads * width, d),
             "self_attn.k_proj": (kv * width, d),
             "self_attn.v_proj": (kv * width, d),
-            "self_attn.o_proj": (d, d),
+            "self_attn.o_proj": (d, heads * width),
             "mlp.gate_proj": (hidden, d),
             "mlp.up_proj": (hidden, d),
             "mlp.down_proj": (d, hidden),

@@ -24,6 +24,7 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
+from otattn.attention.feed_forward import TANH_GELU, FeedForward
 
 DIGITS = 60
 Vector = list[Any]
@@ -66,6 +67,28 @@ def softmax_rows(logits: Any, values: list[Vector], w: Vector, seen: Any) -> lis
         E = [w[j] * mp.e ** (l[j] - top) for j in atoms]
         total = mp.fsum(E)
         out.append(mean([e / total for e in E], [values[j] for j in atoms]))
+    return out
+
+
+def _feed_forward(a: FeedForward, x: list) -> list:
+    """Plain or gated; GPT-2's constants are the floats of the map."""
+    c, b = mp.mpf(TANH_GELU[0]), mp.mpf(TANH_GELU[1])
+    f = {
+        "gelu": lambda s: s * mp.ncdf(s),
+        "gelu_tanh": lambda s: s / (1 + mp.e ** (-2 * c * (s + b * s**3))),
+        "silu": lambda s: s / (1 + mp.e ** (-s)),
+        "relu": lambda s: max(s, mp.mpf(0)),
+        "tanh": mp.tanh,
+    }[a.activation]
+    out = []
+    for v in x:
+        up = shifted(times_matrix(a.up, v), a.up_bias)
+        if a.gate is None:
+            hidden = [f(s) for s in up]
+        else:
+            gate = shifted(times_matrix(a.gate, v), a.gate_bias)
+            hidden = [f(s) * t for s, t in zip(gate, up, strict=True)]
+        out.append(shifted(times_matrix(a.down, hidden), a.down_bias))
     return out
 
 
@@ -117,6 +140,8 @@ def exact_image(
         return [shifted(plus(*(part[i] for part in parts)), a.output_bias) for i in range(n)]
     if isinstance(a, LayerNorm):
         return [_norm(a, v) for v in x]
+    if isinstance(a, FeedForward):
+        return _feed_forward(a, x)
     if isinstance(a, MLP):
         f = {
             "relu": lambda s: max(s, mp.mpf(0)),

@@ -251,11 +251,11 @@ def splitting_part(attention: AttentionMap, mu: Measure) -> float:
     for start in range(0, mu.n, rows):
         part = slice(start, start + rows)
         times = mu.times[part] if attention.causal else None  # type: ignore[union-attr]
-        best = _largest_norm(attention.field_jacobian(mu.points[part], mu, times=times), best)
+        best = largest_field_norm(attention.field_jacobian(mu.points[part], mu, times=times), best)
     return float(best)
 
 
-def _largest_norm(D: Array, floor: float) -> float:
+def largest_field_norm(D: Array, floor: float) -> float:
     """``max(floor, max_i ||D_i||)``, of as few decompositions as it takes: ``||D||^2 <= ||D D^T||_F``."""
     scale = float(np.abs(D).max(initial=0.0))
     if scale == 0.0:

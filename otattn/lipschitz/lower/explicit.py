@@ -1,11 +1,13 @@
 """Ascent of local constants for any attention map, through its Jacobian at explicit measures with few atoms.
 
-Slower than the analytic search on clusters: the gradient is that of a frozen linear functional of the derivatives,
-taken by forward differences over the atoms. For causal maps the atoms are the blocks of a sequence.
+Slower than the analytic search on clusters. At fixed weights and p = 2 the gradient takes two products with the adjoint
+(:attr:`~otattn.lipschitz.lower.extremal.Extremal.slope`), whatever the map and its dimension; otherwise it is that of a frozen
+linear functional of the derivatives, by forward differences. For causal maps the atoms are the blocks of a sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +28,9 @@ Array = NDArray[np.float64]
 
 _SIZE = {"fast": (8, 5, 25), "deep": (40, 12, 80)}
 """Random starts of each kind, how many of the best are ascended, steps each."""
+STEP = 1e-6
+MOST_HINTS = 4
+"""Forms whose structured starts are tried for a map that is built of many heads."""
 GRADIENT_LIMIT = 48
 """Atoms with more coordinates than this in all are ascended along random directions only."""
 
@@ -97,7 +102,8 @@ class Layout:
 def _starts(layout: Layout, rng: np.random.Generator, count: int) -> list[tuple[Array, Array]]:
     """Latents and log-weights of structured and random measures."""
     problem, n = layout.problem, layout.problem.n
-    chart, forms = problem.chart, problem.forms
+    chart = problem.chart
+    forms = problem.forms[:: max(1, -(-len(problem.forms) // MOST_HINTS))]  # spread over the depth of a network
     batches: list[Candidates] = []
     ends = witnesses.directions(chart, forms, rng, count) if forms else chart.sample((count,), rng)
     total = 0.0 if n is None else np.log(n)
@@ -160,6 +166,61 @@ def search_explicit(
 def _ascend(
     layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
 ) -> tuple[Array, Array]:
+    if layout.problem.n is not None and layout.problem.p == 2.0:
+        return _ascend_tokens(layout, latents, log_weights, rng, steps)
+    return _ascend_along(layout, latents, log_weights, rng, steps)
+
+
+def _ascend_tokens(
+    layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
+) -> tuple[Array, Array]:
+    """All coordinates of the atoms at once, their numbers of tokens fixed."""
+    chart, (c, k) = layout.problem.chart, latents.shape
+    counts = np.rint(np.exp(log_weights)).astype(np.int64)
+    groups = np.repeat(np.arange(c), counts) if layout.kind == "sequence" else np.arange(c)
+    some = np.linalg.qr(rng.standard_normal((c * k, min(c * k, GRADIENT_LIMIT // 2))))[0].T
+
+    def one(x: Array) -> tuple[float, Array]:
+        omega = x.reshape(c, k)
+        z = chart.latents(omega)
+        found = layout.extremal(z, log_weights)[1]
+        if found is None or not found.value > 0.0:
+            return 700.0, np.zeros_like(x)
+        try:
+            if found.slope is None:
+                slope = some.T @ _differences(
+                    lambda y: layout.measure(chart.latents(y.reshape(c, k)), log_weights), found, x, some
+                )
+            else:
+                summed = np.zeros_like(z)
+                np.add.at(summed, groups, found.slope(z[groups]))
+                slope = chart.pull(omega, summed).ravel()
+        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
+            return 700.0, np.zeros_like(x)
+        return -float(np.log(found.value)), -slope / found.value
+
+    x = _climb(one, chart.parameters(latents).ravel(), steps)
+    return chart.latents(x.reshape(c, k)), log_weights
+
+
+def _differences(measure: Callable[[Array], Any], found: Extremal, x: Array, directions: Array) -> Array:
+    """Derivatives of the functional along some directions, by forward differences."""
+    base = found.functional(measure(x))
+    return np.array([(found.functional(measure(x + STEP * e)) - base) / STEP for e in directions])
+
+
+def _climb(one: Callable[[Array], tuple[float, Array]], x0: Array, steps: int) -> Array:
+    def objective(X: Array) -> tuple[Array, Array]:
+        values, slopes = zip(*(one(x) for x in X), strict=True)
+        return np.array(values), np.array(slopes)
+
+    return np.asarray(lbfgs(objective, x0[None], steps=steps)[0][0])
+
+
+def _ascend_along(
+    layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
+) -> tuple[Array, Array]:
+    """Coordinates and, for any measure, weights; a random subspace of them where they are many."""
     chart, free = layout.problem.chart, layout.problem.n is None
     c, k = latents.shape
     size = c * k + (c if free else 0)
@@ -175,19 +236,15 @@ def _ascend(
         full = x0 + x @ subspace
         return chart.latents(full[: c * k].reshape(c, k)), full[c * k :] if free else log_weights
 
-    h = 1e-6
-
-    def objective(X: Array) -> tuple[Array, Array]:
-        x = X[0]  # one problem
-        mu, found = layout.extremal(*unpack(x))
+    def one(x: Array) -> tuple[float, Array]:
+        z, lw = unpack(x)
+        found = layout.extremal(z, lw)[1]
         if found is None or not found.value > 0.0:
-            return np.array([700.0]), np.zeros_like(X)
+            return 700.0, np.zeros_like(x)
         try:
-            base = found.functional(mu)
-            slope = [(found.functional(layout.measure(*unpack(x + h * e))) - base) / h for e in np.eye(len(x))]
+            slope = _differences(lambda y: layout.measure(*unpack(y)), found, x, np.eye(len(x)))
         except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return np.array([700.0]), np.zeros_like(X)
-        return np.array([-float(np.log(found.value))]), -np.array([slope]) / found.value
+            return 700.0, np.zeros_like(x)
+        return -float(np.log(found.value)), -slope / found.value
 
-    x, _ = lbfgs(objective, np.zeros((1, len(subspace))), steps=steps)
-    return unpack(x[0])
+    return unpack(_climb(one, np.zeros(len(subspace)), steps))

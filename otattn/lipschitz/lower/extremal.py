@@ -21,6 +21,8 @@ __all__ = ["Extremal", "extremal"]
 
 Array = NDArray[np.float64]
 
+SLOPE_STEP = 6e-6
+"""About the cube root of the rounding unit: what a central difference of first derivatives loses least at."""
 DENSE_LIMIT = 400
 """Jacobians of at most this many rows or columns are decomposed densely."""
 
@@ -36,6 +38,8 @@ class Extremal:
     value: float
     part: str
     functional: Callable[[Any], float]
+    slope: Callable[[Array], Array] | None = None
+    """Of the atoms' latents ``(c, k)``: the gradient of the constant in them at fixed weights, where two products give it."""
 
 
 def extremal(problem: Problem, mu: Any, counts: Array | None) -> Extremal:
@@ -102,7 +106,16 @@ def _euclidean(problem: Problem, mu: Any, counts: Array | None) -> Extremal:
         K = attention.jacobian(other).reweighted(other.weights)
         return float(np.sum(u * K.jvp(tangent(v, _normals(chart, other)) @ basis.T)))
 
-    best = Extremal(value, "particle", particle)
+    def slope(z: Array) -> Array:
+        """``<u, J(X) w>`` has the gradient ``D J(X)[w]^T u``, second derivatives being symmetric: a difference along w."""
+        root = np.sqrt(mu.weights)[:, None]
+        w = v @ basis.T / root
+        h = SLOPE_STEP * (1.0 + float(np.abs(mu.points).max())) / max(float(np.abs(w).max()), 1e-300)
+        ahead, behind = (attention.jacobian(mu._with_points(mu.points + t * w)).vjp(root * u) for t in (h, -h))
+        out = (ahead - behind) / (2.0 * h) @ basis @ chart.E
+        return out if normals is None else out + chart.normal_gradient(z, J.vjp(u) @ basis, v)
+
+    best = Extremal(value, "particle", particle, slope)
     can_split = np.ones(c, dtype=bool) if counts is None else counts >= 1.5
     if not can_split.any():
         return best

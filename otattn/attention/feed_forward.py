@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, ndtr
 
 from otattn import _validate as check
-from otattn.attention import TokenwiseMap
 from otattn.attention.base import Measure
+from otattn.attention.tokenwise import TokenwiseMap, field_rows
 
-__all__ = ["FeedForward", "activation_name"]
+__all__ = ["TANH_GELU", "FeedForward", "activation_name"]
 
 Array = NDArray[np.float64]
 Function = Callable[[Array], Array]
-_C = float(np.sqrt(2.0 / np.pi))
+TANH_GELU = (float(np.sqrt(2.0 / np.pi)), 0.044715)
+"""``c`` and ``b`` of ``s (1 + tanh(c (s + b s^3))) / 2``, the approximation of the GELU."""
+_C, _B = TANH_GELU
 
 
 def _gelu_slope(s: Array) -> Array:
@@ -27,13 +30,13 @@ def _gelu_slope(s: Array) -> Array:
 def _tanh_gelu(s: Array) -> Array:
     # tanh(x) = 2 expit(2 x) - 1; beyond 1e3 the value is s or 0 to all digits, and the cube must not overflow
     inner = np.clip(s, -1e3, 1e3)
-    return np.asarray(s * expit(2.0 * _C * (inner + 0.044715 * inner**3)))
+    return np.asarray(s * expit(2.0 * _C * (inner + _B * inner**3)))
 
 
 def _tanh_gelu_slope(s: Array) -> Array:
     s = np.clip(s, -1e3, 1e3)
-    half = expit(2.0 * _C * (s + 0.044715 * s**3))
-    return np.asarray(half + s * half * (1.0 - half) * 2.0 * _C * (1.0 + 3 * 0.044715 * s**2))
+    half = expit(2.0 * _C * (s + _B * s**3))
+    return np.asarray(half + s * half * (1.0 - half) * 2.0 * _C * (1.0 + 3 * _B * s**2))
 
 
 def _silu_slope(s: Array) -> Array:
@@ -155,6 +158,35 @@ class FeedForward(TokenwiseMap):
         g = self._gated(x, self.gate)
         return phi(g), slope(g) * s
 
+    @property
+    def _width(self) -> int:
+        return len(self.up) * (1 if self.gate is None else 2)
+
+    def linearised(self, x: Array, dtype: Any = np.float64) -> tuple[Function, Function]:
+        """See :class:`otattn.attention.TokenwiseMap`."""
+        a, b = self._slopes(x)
+        a, up, down = (np.asarray(part, dtype=dtype) for part in (a, self.up, self.down))
+        if b is None or self.gate is None:
+
+            def jvp(v: Array) -> Array:
+                return np.asarray((a * (np.asarray(v, dtype=dtype) @ up.T)) @ down.T)
+
+            def vjp(g: Array) -> Array:
+                return np.asarray((a * (np.asarray(g, dtype=dtype) @ down)) @ up)
+
+            return jvp, vjp
+        b, gate = np.asarray(b, dtype=dtype), np.asarray(self.gate, dtype=dtype)
+
+        def gated_jvp(v: Array) -> Array:
+            v = np.asarray(v, dtype=dtype)
+            return np.asarray((a * (v @ up.T) + b * (v @ gate.T)) @ down.T)
+
+        def gated_vjp(g: Array) -> Array:
+            back = np.asarray(g, dtype=dtype) @ down
+            return np.asarray((a * back) @ up + (b * back) @ gate)
+
+        return gated_jvp, gated_vjp
+
     def _jvp(self, x: Array, v: Array) -> Array:
         a, b = self._slopes(x)
         hidden = a * (v @ self.up.T)
@@ -172,7 +204,10 @@ class FeedForward(TokenwiseMap):
 
     def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         a, b = self._slopes(x)
-        out = self.down @ (a[:, :, None] * self.up)
-        if b is not None and self.gate is not None:
-            out += self.down @ (b[:, :, None] * self.gate)
-        return np.asarray(out)
+        out = np.empty((len(x), self.out_dim, self.in_dim))
+        for rows in field_rows(len(x), len(self.up), self.in_dim):
+            hidden = a[rows][:, :, None] * self.up
+            if b is not None and self.gate is not None:
+                hidden += b[rows][:, :, None] * self.gate
+            out[rows] = self.down @ hidden
+        return out

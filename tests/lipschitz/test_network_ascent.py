@@ -1,0 +1,51 @@
+"""Adversarial tokens of whole networks: the gradient by two adjoint products, and what the ascent finds with it."""
+
+import numpy as np
+import pytest
+from attention_maps import MAPS, D
+
+import otattn as oa
+from otattn.lipschitz.lower.charts import chart_of
+from otattn.lipschitz.lower.explicit import Layout
+from otattn.lipschitz.lower.extremal import extremal
+
+NAMES = ["network-bert", "network-gpt2", "network-llama", "block-post", "block-masked-pre", "residual", "mlp-gelu"]
+DOMAINS = [oa.Ball(2.0, D), oa.LayerNormDomain(np.ones(D)), oa.Box(-np.ones(D), np.ones(D))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("domain", DOMAINS, ids=lambda d: type(d).__name__)
+def test_the_slope_is_that_of_the_constant(name, domain):
+    rng = np.random.default_rng(5)
+    attention, chart = MAPS[name](rng), chart_of(domain, D, None)
+    layout = Layout(attention, chart, "sequence" if attention.causal else "measure", 5, 2.0)
+    logs = np.log([1.0, 1.0, 3.0]) if not attention.causal else np.zeros(5)
+    checked = 0
+    for _ in range(4):
+        omega = chart.parameters(chart.sample((len(logs),), rng))
+        z = chart.latents(omega)
+        found = extremal(attention, layout.measure(z, logs), chart, np.ones(len(logs)), 2.0)  # no atom may split
+        slope, direction, h = chart.pull(omega, found.slope(z)), rng.standard_normal(omega.shape), 1e-6
+
+        def value(t, omega=omega, direction=direction):
+            mu = layout.measure(chart.latents(omega + t * direction), logs)
+            return extremal(attention, mu, chart, np.ones(len(logs)), 2.0).value
+
+        difference = (value(h) - value(-h)) / (2 * h)
+        kink = abs(value(h) - 2 * value(0.0) + value(-h)) > 1e-9 * value(0.0)  # two singular values meet
+        if not kink:
+            assert abs(float(np.sum(slope * direction)) - difference) <= 1e-5 * (1.0 + abs(difference) + found.value)
+            checked += 1
+    assert checked >= 2
+
+
+@pytest.mark.parametrize("name", ["network-bert", "network-llama"])
+def test_the_ascent_beats_random_tokens(name):
+    rng = np.random.default_rng(0)
+    attention = MAPS[name](rng)
+    mu = oa.adversarial_tokens(attention, 4, 2.0, method="ascent", rng=0)
+    assert np.linalg.norm(mu.points, axis=1).max() <= 2.0
+    found = oa.local_lipschitz(attention, mu).value
+    draws = oa.samplers.sequence_pairs(4, D, 2.0) if attention.causal else oa.samplers.uniform_ball_pairs(4, D, 2.0)
+    drawn = [oa.local_lipschitz(attention, draws(rng)[0]).value for _ in range(50)]
+    assert found > 1.5 * max(drawn)
