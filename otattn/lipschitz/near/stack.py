@@ -1,0 +1,185 @@
+r"""A composition of maps near given tokens: only norms of partial products of the Jacobians at the tokens enter.
+
+Stages ``f_1, .., f_S`` with Jacobians ``J_a`` at the tokens ``X_{a-1}`` that reach them, ``J_{a:b} = J_b .. J_a``, remainders
+``R_a(r)`` and growths ``g_a(r)`` (:mod:`~otattn.lipschitz.near.expansion`). For ``|D_0| <= r_0``:
+
+**Images.** ``D_a = J_a D_{a-1} + rho_a``, ``|rho_a| <= R_a(|D_{a-1}|)``; unrolled, ``D_a = J_{1:a} D_0 + sum_t J_{t+1:a} rho_t``, so
+
+``r_a = ||J_{1:a}|| r_0 + sum_{t <= a} ||J_{t+1:a}|| R_t(r_{t-1})``
+
+bounds ``|D_a|``, and ``|F(X + D) - F(X)| <= r_S``; what exceeds ``||J_{1:S}|| r_0`` bounds the remainder of F.
+
+**Jacobians.** With ``E_a = J_a(X_{a-1} + D_{a-1}) - J_a``, ``J'_a .. J'_1 = J_{1:a} + sum_t J_{t+1:a} E_t (J'_{t-1} .. J'_1)``, so
+``b_a = ||J_{1:a}|| + sum_t ||J_{t+1:a}|| g_t(r_{t-1}) b_{t-1}`` bounds the norm of the Jacobian of F at ``X + D``, and the sum
+bounds its change.
+
+Rounding. Each stage is expanded at float tokens that are within ``e_a`` of the true ones, ``e_a = (||J_a|| + g_a(e_{a-1}))
+e_{a-1} + epsilon_a`` with the rounding epsilon of one stage; its Jacobian there is off by ``g_a(e)`` and what rounding
+adds to the matrix. By telescoping, errors ``h_a`` of the factors move the norm of a product by at most
+``sum_t ||J_{t+1:b}|| h_t ||J_{a:t-1}||``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.expansion import Expansion
+
+__all__ = ["DENSE", "Chain", "Linear", "Stage", "chain_of"]
+
+Array = NDArray[np.float64]
+DENSE = 2048
+"""Tokens times dimension up to which Jacobians are matrices and norms are proved."""
+_UP = 1.0 + 1e-13
+Product = Callable[[Array], Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A Jacobian: its matrix where it is small, else its products ``(jvp, vjp)`` on arrays of tokens."""
+
+    matrix: Array | None
+    jvp: Product
+    vjp: Product
+    shape: tuple[int, int, int]
+    """n, dimension of the inputs, dimension of the outputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A map at float tokens: its Jacobian and expansion there, and the errors of the Jacobian and of the image."""
+
+    jacobian: Linear
+    expansion: Expansion
+    jacobian_error: float
+    image_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Stages with the norms of their partial products.
+
+    ``norms[a, b]`` bounds ``||J_{a+1:b}||`` (stages a, .., b - 1 counted from 0), 1 for a = b; ``offs[a]`` how far the float tokens
+    before stage a are from the true ones.
+    """
+
+    stages: tuple[Stage, ...]
+    norms: Array
+    offs: tuple[float, ...]
+    image_error: float
+    _seen: dict[tuple[str, float, float], float] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        """Upper bound of the norm of the Jacobian of the whole."""
+        return float(self.norms[0, -1])
+
+    def radii(self, r: float, off: float = 0.0) -> list[float]:
+        """``[r_0, .., r_S]``: how far the images of tokens within r of Y are from those of Y, Y within ``off`` of X."""
+        offs = self._offs(off)
+        radii, lost = [r], []
+        for a, stage in enumerate(self.stages):
+            lost.append(stage.expansion.remainder(radii[a], offs[a]))
+            total = self._norms(offs)[0, a + 1] * r
+            total += sum(self._norms(offs)[t + 1, a + 1] * lost[t] for t in range(a + 1))
+            radii.append(float(total) * _UP)
+        return radii
+
+    def remainder(self, r: float, off: float = 0.0) -> float:
+        """That of the whole, as an expansion."""
+        return self._remembered("remainder", r, off, self._remainder)
+
+    def growth(self, r: float, off: float = 0.0) -> float:
+        """That of the whole, as an expansion."""
+        return self._remembered("growth", r, off, self._growth)
+
+    def stretch(self, r: float) -> float:
+        """Upper bound of ``|F(X + D) - F(X)| / |D|`` for ``0 < |D| <= r``."""
+        return (self.norm + (self.remainder(r) / r if r > 0.0 else 0.0)) * _UP
+
+    def constant(self, r: float) -> float:
+        """Upper bound of the Lipschitz constant of F on the ball."""
+        return (self.norm + self.growth(r)) * _UP
+
+    def _remembered(self, name: str, r: float, off: float, make: Callable[[float, float], float]) -> float:
+        key = (name, r, off)
+        if key not in self._seen:
+            self._seen[key] = make(r, off)
+        return self._seen[key]
+
+    def _remainder(self, r: float, off: float) -> float:
+        offs, radii = self._offs(off), self.radii(r, off)
+        norms, S = self._norms(offs), len(self.stages)
+        lost = (norms[t + 1, S] * self.stages[t].expansion.remainder(radii[t], offs[t]) for t in range(S))
+        return float(sum(lost)) * _UP
+
+    def _growth(self, r: float, off: float) -> float:
+        offs, radii = self._offs(off), self.radii(r, off)
+        norms, S = self._norms(offs), len(self.stages)
+        grown = [s.expansion.growth(radii[t], offs[t]) for t, s in enumerate(self.stages)]
+        sizes = [1.0]  # of J'_t .. J'_1
+        for a in range(S - 1):
+            lost = sum(norms[t + 1, a + 1] * grown[t] * sizes[t] for t in range(a + 1))
+            sizes.append(float(norms[0, a + 1] + lost) * _UP)
+        return float(sum(norms[t + 1, S] * grown[t] * sizes[t] for t in range(S))) * _UP
+
+    def _offs(self, off: float) -> tuple[float, ...]:
+        """How far the tokens of each stage are from the float ones when the first are within ``off``."""
+        if off == 0.0:
+            return self.offs
+        return _errors(self.stages, self.norms, self.offs[0] + off)[:-1]
+
+    def _norms(self, offs: tuple[float, ...]) -> Array:
+        return self.norms if offs is self.offs else _moved(self.stages, self.norms, offs)
+
+
+def chain_of(stages: list[Stage], off: float, norm: Callable[[list[Linear]], float] | None = None) -> Chain:
+    """The chain of stages whose first tokens are known up to ``off``.
+
+    ``norm`` bounds the norm of a product of operators, first factor first; None where the Jacobians are matrices.
+    """
+    S = len(stages)
+    norms = np.ones((S + 1, S + 1))
+    for a in range(S):
+        product: Array | None = None
+        lost = 0.0
+        for b in range(a + 1, S + 1):
+            factor = stages[b - 1].jacobian
+            if norm is not None:
+                norms[a, b] = norm([s.jacobian for s in stages[a:b]])
+                continue
+            assert factor.matrix is not None
+            if product is None:
+                product = factor.matrix
+            else:
+                size = float(norm_upper(factor.matrix))
+                lost = lost * size + 4.0 * (len(product) + 8) * EPS * size * float(norm_upper(product))
+                product = factor.matrix @ product
+            norms[a, b] = float(spectral_norm_upper(product)) + lost
+    offs = _errors(tuple(stages), norms, off)
+    return Chain(tuple(stages), _moved(tuple(stages), norms, offs[:-1]), offs[:-1], offs[-1])
+
+
+def _errors(stages: tuple[Stage, ...], norms: Array, off: float) -> tuple[float, ...]:
+    """``e_0, .., e_S``."""
+    errors = [off]
+    for a, s in enumerate(stages):
+        size = norms[a, a + 1] + s.jacobian_error + s.expansion.growth(errors[a])
+        errors.append(float(size * errors[a] + s.image_error) * _UP)
+    return tuple(errors)
+
+
+def _moved(stages: tuple[Stage, ...], norms: Array, offs: tuple[float, ...]) -> Array:
+    """Norms of products whose factors are off by their errors."""
+    lost = [s.jacobian_error + s.expansion.growth(e) for s, e in zip(stages, offs, strict=True)]
+    out, S = norms.copy(), len(stages)
+    for a in range(S):
+        for b in range(a + 1, S + 1):
+            out[a, b] += sum(norms[t + 1, b] * lost[t] * out[a, t] for t in range(a, b)) * _UP
+    return out
