@@ -139,10 +139,10 @@ class Chain:
         return self.norms if offs is self.offs else _moved(self.stages, self.norms, offs)
 
 
-def chain_of(stages: list[Stage], off: float, norm: Callable[[list[Linear]], float] | None = None) -> Chain:
+def chain_of(stages: list[Stage], off: float, norm: Callable[[int, int], float] | None = None) -> Chain:
     """The chain of stages whose first tokens are known up to ``off``.
 
-    ``norm`` bounds the norm of a product of operators, first factor first; None where the Jacobians are matrices.
+    ``norm(a, b)`` bounds the norm of the product of the stages a, .., b - 1; None where the Jacobians are matrices.
     """
     S = len(stages)
     norms = np.ones((S + 1, S + 1))
@@ -152,7 +152,7 @@ def chain_of(stages: list[Stage], off: float, norm: Callable[[list[Linear]], flo
         for b in range(a + 1, S + 1):
             factor = stages[b - 1].jacobian
             if norm is not None:
-                norms[a, b] = norm([s.jacobian for s in stages[a:b]])
+                norms[a, b] = norm(a, b)
                 continue
             assert factor.matrix is not None
             if product is None:
