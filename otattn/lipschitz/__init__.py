@@ -41,6 +41,7 @@ L2, rotary            logit gradients that depend on the key                 :mo
 unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.upper.unnormalised`
 several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.several_heads`
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
+stacks near tokens    ``||J|| + C r + ..``, norms of partial products at X   :mod:`~otattn.lipschitz.upper.second_order`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  =========================================
 
@@ -60,8 +61,8 @@ backward errors. ``verify(rigorous=True)`` (extra ``proof``) runs the same formu
 the constant of the map whose entries are the given floats, taken as exact numbers. Matrices are products of balls of 192 bits
 (:mod:`~otattn.lipschitz.arithmetic.balls`), an eigenvalue is confirmed by a factorisation whose residual is enclosed,
 scalars and cells are intervals that every operation rounds outward (:mod:`~otattn.lipschitz.arithmetic.intervals`; they trust
-numpy's exponentials to be right within 4 units in the last place). It is offered for every theorem but three, which say so:
-the ball around given tokens, the bound at one measure, and the published bound of L2 attention on all of R^d.
+numpy's exponentials to be right within 4 units in the last place). It is offered for every theorem but four, which say so:
+the ball around given tokens, the certificates of second order, the bound at one measure, and the published bound of L2 attention on all of R^d.
 """
 
 from otattn.lipschitz import bounds, relaxations
@@ -74,6 +75,7 @@ from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
 from otattn.lipschitz.lower.best import adversarial_tokens, lipschitz_lower_bound
+from otattn.lipschitz.upper.second_order import certified_radius, certify
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 
 __all__ = [
@@ -87,6 +89,8 @@ __all__ = [
     "RealAgainstAdversarial",
     "adversarial_tokens",
     "bounds",
+    "certified_radius",
+    "certify",
     "enclose_lipschitz",
     "enclosure_table",
     "fit_exponent",

@@ -15,7 +15,7 @@ from otattn.attention import AttentionMap, Compose, Residual, TokenwiseMap
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.expansion import Expansion
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
-from otattn.lipschitz.near.heads import heads_at, heads_expansion, is_softmax
+from otattn.lipschitz.near.heads import heads_at, heads_expansion, softmax_heads
 from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of
 from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
 from otattn.operators import spectral_norm_bounds
@@ -33,7 +33,7 @@ def why_not(map: AttentionMap) -> str | None:
         return next((why for m in map.maps if (why := why_not(m)) is not None), None)
     if isinstance(map, Residual):
         return why_not(map.map)
-    if is_softmax(map) or (isinstance(map, TokenwiseMap) and (hasattr(map, "gain") or perceptron(map) is not None)):
+    if softmax_heads(map) or (isinstance(map, TokenwiseMap) and (hasattr(map, "gain") or perceptron(map) is not None)):
         return None
     return f"it is made of softmax heads, LayerNorm, RMSNorm, MLP, Residual and Compose, received {type(map).__name__}"
 
@@ -68,7 +68,8 @@ def _chain(map: AttentionMap, tokens: Array, off: float) -> tuple[Chain, Array]:
         stages.append(stage)
         gram.append(norm)
     dense = all(s.jacobian.matrix is not None for s in stages)
-    return chain_of(stages, off, None if dense else _norms(stages, gram)), x
+    proved = dense or (len(stages) == 1 and gram[0] is not None)
+    return chain_of(stages, off, None if dense else _norms(stages, gram), "proved" if proved else "probabilistic"), x
 
 
 def _norms(stages: list[Stage], gram: list[float | None]) -> Callable[[int, int], float]:
@@ -103,11 +104,8 @@ def _stage(map: AttentionMap, x: Array) -> tuple[Stage, Array, float | None]:
         J, error = found.jacobian()
         jvp, vjp = (_product(M, n) for M in (J, J.T))
         return Stage(Linear(J, jvp, vjp, (n, d, e)), expansion, error, lost), image, None
-    # what rounding did to the floats of the heads is part of the Gram matrix's bound, and of the operator's products
-    low, high = jacobian_norm(found.heads) if fits(found.heads) else (0.0, 0.0)
-    _, error = found.heads[0], sum(float(np.max(h.dfield)) for h in found.heads)
-    stage = Stage(_linear(map, x, False), expansion, error, lost)
-    return stage, image, high if low > 0.0 else None
+    norm = jacobian_norm(found.heads)[1] if fits(found.heads) else None
+    return Stage(_linear(map, x, False), expansion, found.jacobian_error(), lost), image, norm
 
 
 def _residual(map: Residual, x: Array) -> tuple[Stage, Array, float | None]:

@@ -21,6 +21,8 @@ __all__ = ["AFFINE", "Expansion", "Taylor"]
 
 CELLS = (0.0, 0.1, 0.2, 0.32, 0.45, 0.6, 0.8, 1.0)
 _UP = 1.0 + 1e-14
+_FAR = 1e50
+"""Radii from which products would overflow."""
 
 
 class Expansion(Protocol):
@@ -51,10 +53,14 @@ class Taylor:
     third: Callable[[float], float]
 
     def remainder(self, r: float, off: float = 0.0) -> float:
-        return (0.5 * r * r * self._at(off) + r**3 * self._integral(r, off, lambda t: (1.0 - t) ** 3 / 6.0)) * _UP
+        if not r < _FAR:
+            return float("inf")
+        return r * r * (0.5 * self._at(off) + r * self._integral(r, off, lambda t: (1.0 - t) ** 3 / 6.0)) * _UP
 
     def growth(self, r: float, off: float = 0.0) -> float:
-        return (r * self._at(off) + r * r * self._integral(r, off, lambda t: (1.0 - t) ** 2 / 2.0)) * _UP
+        if not r < _FAR:
+            return float("inf")
+        return r * (self._at(off) + r * self._integral(r, off, lambda t: (1.0 - t) ** 2 / 2.0)) * _UP
 
     def _at(self, off: float) -> float:
         return self.second + (off * self.third(off) if off > 0.0 else 0.0)

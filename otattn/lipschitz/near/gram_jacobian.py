@@ -67,19 +67,17 @@ def output_norms(heads: list[HeadAtTokens]) -> list[float]:
 
 def with_outputs(heads: list[HeadAtTokens], row: Row) -> Array:
     """The lower triangle of ``sum_ab W_a B_ab W_b^T`` for blocks ``row(a, b, i) = (B_ab)_il``, l <= i: ``(i + 1, e_a, e_b)``."""
-    n = heads[0].n
-    plain = len(heads) == 1 and heads[0].W is None
-    W = np.concatenate([np.eye(len(h.V)) if h.W is None else h.W for h in heads], axis=1)
-    G = np.zeros((n, len(W), n, len(W)))
-    for i in range(n):  # the matrix in head space is never whole
-        if plain:
-            part = row(heads[0], heads[0], i)
-        else:
-            part = np.concatenate([np.concatenate([row(a, b, i) for b in heads], axis=2) for a in heads], axis=1)
-            part = W @ part @ W.T
-        G[i, :, : i + 1] = np.swapaxes(part, 0, 1)
-    size = n * len(W)
-    return G.reshape(size, size)
+    n, size = heads[0].n, len(heads[0].V if heads[0].W is None else heads[0].W)
+    G = np.zeros((n, size, n, size))
+    for i in range(n):
+        for a in heads:
+            part: Array | None = None
+            for b in heads:
+                block = row(a, b, i) if b.W is None else row(a, b, i) @ b.W.T
+                part = block if part is None else part + block
+            assert part is not None
+            G[i, :, : i + 1] += np.swapaxes(part if a.W is None else a.W @ part, 0, 1)
+    return G.reshape(n * size, n * size)
 
 
 def _row(a: HeadAtTokens, b: HeadAtTokens, i: int) -> Array:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import norm_upper, product_error, spectral_norm_upper
-from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention.head import Head, heads_of
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants._interval_head import IntervalHead, Made, interval_head
 from otattn.lipschitz.near.expansion import Taylor
@@ -19,26 +20,15 @@ from otattn.lipschitz.near.gram_jacobian import fits
 from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
 from otattn.lipschitz.near.third_order import third_order
 
-__all__ = ["Heads", "heads_at", "heads_expansion", "is_softmax", "softmax_parts"]
+__all__ = ["Heads", "heads_at", "heads_expansion", "softmax_heads"]
 
 Array = NDArray[np.float64]
 
 
-def softmax_parts(attention: Any) -> tuple[list[tuple[SoftmaxAttention, Array | None]], bool] | None:
-    """The softmax heads of a map with their output matrices, and whether they are masked; None for another map."""
-    causal = isinstance(attention, MaskedAttention)
-    whole = attention.attention if isinstance(attention, MaskedAttention) else attention
-    parts: list[tuple[Any, Array | None]] = [(whole, None)]
-    if isinstance(whole, MultiHeadAttention):
-        causal = causal or whole.causal
-        heads = [h.attention if isinstance(h, MaskedAttention) else h for h in whole.heads]
-        parts = list(zip(heads, whole.outputs or [None] * len(heads), strict=True))
-    return (parts, causal) if all(isinstance(h, SoftmaxAttention) for h, _ in parts) else None
-
-
-def is_softmax(attention: AttentionMap) -> bool:
-    """Whether the map is made of softmax heads, masked or not."""
-    return softmax_parts(attention) is not None
+def softmax_heads(attention: Any) -> tuple[Head, ...]:
+    """The softmax heads whose sum a map is, masked or not; none for another map."""
+    heads = heads_of(attention)
+    return heads if all(isinstance(h.map, SoftmaxAttention) and not h.output_error for h in heads) else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,48 +61,50 @@ class Heads:
     def jacobian(self) -> tuple[Array, float]:
         """The matrix ``(n D, n d)`` and a bound of the norm of its error."""
         n, d = self.heads[0].n, self.heads[0].g.shape[1]
-        D = len(self.offset)
-        J, lost = np.zeros((n, D, n, d)), 0.0
+        J = np.zeros((n, len(self.offset), n, d))
         rows = np.arange(n)
         for h in self.heads:
             V, y, F = (h.V, h.y, h.field) if h.W is None else (h.W @ h.V, h.y @ h.W.T, h.W @ h.field)
             J += np.einsum("ij,ije,id->iejd", h.P, y, h.g, optimize=True) + np.einsum("ij,ed->iejd", h.P, V)
             J[rows, :, rows] += F
+        return J.reshape(n * len(self.offset), n * d), self.jacobian_error()
+
+    def jacobian_error(self) -> float:
+        """A bound of the norm of what the errors of the floats and of the products add to the Jacobian."""
+        lost, rows = 0.0, np.arange(self.heads[0].n)
+        for h in self.heads:
             G, Y, _ = h.sizes
             change = h.dP * (h.v + Y * G[:, None]) + h.weights * (h.dV + (h.dy * G)[:, None] + Y * h.dg[:, None])
             change += 8.0 * h.terms * EPS * h.weights * (h.size_V + Y * G[:, None])
             change[rows, rows] += h.dfield + 8.0 * h.terms * EPS * np.linalg.norm(h.field, axis=(1, 2))
-            w = 1.0 if h.W is None else float(norm_upper(h.W))
-            lost += w * float(spectral_norm_upper(change))
-        return J.reshape(n * D, n * d), lost * (1.0 + 1e-9)
+            lost += (1.0 if h.W is None else float(norm_upper(h.W))) * float(spectral_norm_upper(change))
+        return lost * (1.0 + 8.0 * len(self.heads) * EPS)
 
 
 def heads_at(attention: Any, tokens: Array) -> Heads:
     """The heads at float tokens ``(n, d)``, in the coordinates of the tokens."""
-    found = softmax_parts(attention)
-    if found is None:
+    parts = softmax_heads(attention)
+    if not parts:
         raise TypeError(f"attention must be made of softmax heads, received {type(attention).__name__}.")
-    parts, causal = found
     n = len(tokens)
-    mask = np.tril(np.ones((n, n), dtype=bool)) if causal else None
+    mask = np.tril(np.ones((n, n), dtype=bool)) if parts[0].causal else None
     mean = tokens.mean(axis=0)
     y = tokens - mean
     sizes, width = np.linalg.norm(tokens, axis=1), float(np.linalg.norm(y, axis=1).max())
     heads, intervals = [], []
     offset: Any = 0.0
     lost = 0.0
-    for head, W in parts:
-        c, a, dc = np.zeros(head.in_dim) if head.bias is None else head.bias, 0.0, 0.0
-        if head.factors is not None:  # the map is evaluated by its factors, whose products are A and c
-            q, k, b = head.factors
-            a, dc = product_error(k.T, q), 0.0 if b is None else product_error(k.T, b[:, None])
+    for head in parts:
+        W = head.output
         small = 8.0 * (sum(head.V.shape) + 8) * EPS
-        made = Made(sizes * (1.0 + small), width * (1.0 + small) + 4.0 * EPS * float(sizes.max()), small, a, 0.0, dc)
-        interval = interval_head(tokens, y, head.A, head.V, c, 0.0, mask, made)
+        made = Made(
+            sizes * (1.0 + small), width * (1.0 + small) + 4.0 * EPS * float(sizes.max()), small, head.lost, 0.0, head.shift
+        )
+        interval = interval_head(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
         heads.append(head_at_tokens(interval, W))
         intervals.append(interval)
         value = head.V @ mean
-        value = value if head.value_bias is None else value + head.value_bias
+        value = value if head.map.value_bias is None else value + head.map.value_bias
         offset = offset + (value if W is None else W @ value)
         size = float(norm_upper(head.V)) * float(np.linalg.norm(mean)) + float(np.linalg.norm(value))
         lost += 8.0 * (tokens.shape[1] + len(value) + 8) * EPS * size * (1.0 if W is None else float(norm_upper(W)))

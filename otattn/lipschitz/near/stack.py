@@ -73,6 +73,7 @@ class Chain:
     norms: Array
     offs: tuple[float, ...]
     image_error: float
+    how: str = "proved"
     _seen: dict[tuple[str, float, float], float] = field(default_factory=dict)
 
     @property
@@ -107,10 +108,20 @@ class Chain:
         """Upper bound of the Lipschitz constant of F on the ball."""
         return (self.norm + self.growth(r)) * _UP
 
+    def worst(self, r: float) -> tuple[int, float]:
+        """The stage with the largest share of the remainder at r, and its share."""
+        radii, S = self.radii(r), len(self.stages)
+        lost = [self.norms[t + 1, S] * s.expansion.remainder(radii[t], self.offs[t]) for t, s in enumerate(self.stages)]
+        total = float(sum(lost))
+        stage = int(np.argmax(lost))
+        return stage, float(lost[stage] / total) if 0.0 < total < float("inf") else 0.0
+
     def _remembered(self, name: str, r: float, off: float, make: Callable[[float, float], float]) -> float:
         key = (name, r, off)
         if key not in self._seen:
-            self._seen[key] = make(r, off)
+            with np.errstate(over="ignore", invalid="ignore"):
+                value = make(r, off)
+            self._seen[key] = value if value == value else float("inf")
         return self._seen[key]
 
     def _remainder(self, r: float, off: float) -> float:
@@ -139,7 +150,9 @@ class Chain:
         return self.norms if offs is self.offs else _moved(self.stages, self.norms, offs)
 
 
-def chain_of(stages: list[Stage], off: float, norm: Callable[[int, int], float] | None = None) -> Chain:
+def chain_of(
+    stages: list[Stage], off: float, norm: Callable[[int, int], float] | None = None, how: str = "proved"
+) -> Chain:
     """The chain of stages whose first tokens are known up to ``off``.
 
     ``norm(a, b)`` bounds the norm of the product of the stages a, .., b - 1; None where the Jacobians are matrices.
@@ -163,7 +176,7 @@ def chain_of(stages: list[Stage], off: float, norm: Callable[[int, int], float] 
                 product = factor.matrix @ product
             norms[a, b] = float(spectral_norm_upper(product)) + lost
     offs = _errors(tuple(stages), norms, off)
-    return Chain(tuple(stages), _moved(tuple(stages), norms, offs[:-1]), offs[:-1], offs[-1])
+    return Chain(tuple(stages), _moved(tuple(stages), norms, offs[:-1]), offs[:-1], offs[-1], how)
 
 
 def _errors(stages: tuple[Stage, ...], norms: Array, off: float) -> tuple[float, ...]:
