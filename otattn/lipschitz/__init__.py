@@ -62,7 +62,8 @@ the constant of the map whose entries are the given floats, taken as exact numbe
 (:mod:`~otattn.lipschitz.arithmetic.balls`), an eigenvalue is confirmed by a factorisation whose residual is enclosed,
 scalars and cells are intervals that every operation rounds outward (:mod:`~otattn.lipschitz.arithmetic.intervals`; they trust
 numpy's exponentials to be right within 4 units in the last place). It is offered for every theorem but four, which say so:
-the ball around given tokens, the certificates of second order, the bound at one measure, and the published bound of L2 attention on all of R^d.
+the ball around given tokens, the certificates of second order, the bound at one measure, and the published bound of L2
+attention on all of R^d.
 """
 
 from otattn.lipschitz import bounds, relaxations

@@ -20,9 +20,12 @@ from otattn.measures.domains import Ball, Domain
 
 __all__ = ["THEOREMS", "Catalogue", "Quantity", "Theorem", "theorem", "theorems"]
 
-Quantity = Literal["lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs"]
+Quantity = Literal[
+    "lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs"
+]
 """What is bounded: the Lipschitz constant of F; ``sup ||V C A||``; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
-of one row; a covariance over an interval simplex; the local constant at one measure; how far the images of one measure and of others part."""
+of one row; a covariance over an interval simplex; the local constant at one measure; how far the images of one measure
+and of others part."""
 Evaluation = Callable[..., Any]
 
 THEOREMS: dict[str, Theorem] = {}

@@ -76,7 +76,9 @@ def domain_contains(outer: Any, inner: Any) -> str | None:
         inside = (outer.lower <= inner.lower).all() and (inner.upper <= outer.upper).all()
         return None if inside else "its box does not contain the box"
     if isinstance(outer, NearMeasure) and isinstance(inner, NearMeasure) and np.array_equal(outer.points, inner.points):
-        return None if inner.radius <= outer.radius else f"its radius is {outer.radius!r}, and {inner.radius!r} is wanted"
+        return (
+            None if inner.radius <= outer.radius else f"its radius is {outer.radius!r}, and {inner.radius!r} is wanted"
+        )
     points, reach = _extent(inner, outer.dim if isinstance(outer, Box) else 1)
     if isinstance(outer, Ball) and points is not None:
         room = Fraction(outer.radius) - Fraction(reach)

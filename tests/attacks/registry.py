@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from lower import LOWER
 from measured import MEASURED, nearly_equal
+from near import NEAR
 from outcomes import Outcome
 from quantities import QUANTITIES
 from scalars import SCALARS, cancelling
@@ -20,7 +21,7 @@ import otattn as oa
 from otattn import lipschitz
 
 ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
-    UPPER | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
+    UPPER | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED | NEAR
 )
 
 PROMISE = re.compile(
@@ -108,6 +109,7 @@ VARIANTS: dict[str, Callable[[np.random.Generator], Outcome]] = {
 
 RUNS = {
     "Domain.max_affine_norm, offsets that cancel": 60,
+    "certified_radius": 12,
     "stability_ratio, nearly equal tokens": 300,
     "Bound.rigorous_value": 4,
     "relaxations.joint": 3,

@@ -142,7 +142,9 @@ def _residual(map: Residual, x: Array) -> tuple[Stage, Array, float | None]:
     slopes = [t.jacobian_error + t.expansion.growth(e) for t, e in zip(inner.stages, inner.offs, strict=True)]
     lost += abs(s) * float(sum(inner.norms[t + 1, S] * slopes[t] * inner.norms[0, t] for t in range(S)))
     out = x + s * image
-    error = abs(s) * inner.image_error + 4.0 * EPS * float(norm_upper(out)) + 4.0 * EPS * abs(s) * float(norm_upper(image))
+    error = (
+        abs(s) * inner.image_error + 4.0 * EPS * float(norm_upper(out)) + 4.0 * EPS * abs(s) * float(norm_upper(image))
+    )
     stage = Stage(Linear(matrix, jvp, vjp, (n, d, d)), _Scaled(inner, s), lost, error)
     return stage, out, None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 __all__ = ["AFFINE", "Expansion", "Taylor"]
@@ -69,8 +70,7 @@ class Taylor:
         """``sum over cells (weight(left) - weight(right)) D3(off + right r)``; the weight is minus its primitive."""
         if r == 0.0:
             return 0.0
-        cells = zip(CELLS, CELLS[1:], strict=False)
-        return sum((weight(s) - weight(t)) * self.third(off + t * r) for s, t in cells)
+        return sum((weight(s) - weight(t)) * self.third(off + t * r) for s, t in pairwise(CELLS))
 
 
 AFFINE = Taylor(0.0, lambda r: 0.0)

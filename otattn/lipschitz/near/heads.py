@@ -35,9 +35,8 @@ def softmax_heads(attention: Any) -> tuple[Head, ...]:
 class Heads:
     """Softmax heads at tokens.
 
-    ``values``: bounds of the norms of the values ``v_j`` (from the tokens' mean), head by head; ``offset``: what is added
-    to the heads' outputs ``W (P v)``, known up to ``offset_error``, so that the map is ``sum_h W_h P_h v_h + offset``; ``intervals``: the heads with
-    the values as they are.
+    ``intervals`` are the heads with their values as they are; ``offset``, known up to ``offset_error``, is what is added to
+    their outputs: the map is ``sum_h W_h P_h v_h + offset``.
     """
 
     heads: list[HeadAtTokens]
@@ -98,7 +97,12 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
         W = head.output
         small = 8.0 * (sum(head.V.shape) + 8) * EPS
         made = Made(
-            sizes * (1.0 + small), width * (1.0 + small) + 4.0 * EPS * float(sizes.max()), small, head.lost, 0.0, head.shift
+            sizes * (1.0 + small),
+            width * (1.0 + small) + 4.0 * EPS * float(sizes.max()),
+            small,
+            head.lost,
+            0.0,
+            head.shift,
         )
         interval = interval_head(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
         heads.append(head_at_tokens(interval, W))

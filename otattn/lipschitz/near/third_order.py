@@ -180,7 +180,7 @@ class _Moved:
         sd_k = self.sd_k + G * np.minimum(0.5, np.sqrt(self_p))
         variance, both = (sd_k**2)[:, None], (self.sd_v * sd_k)[:, None]
         widest = K.max(axis=1)[:, None]
-        pY, pK, pYK = self.p * Y, self.p * K, self.p * Y * K
+        pK, pYK = self.p * K, self.p * Y * K
         cov = np.minimum(pYK.sum(axis=1), both[:, 0])
         cov_rest, square_rest = np.minimum(_rest(pYK), both), np.minimum(_rest(pK * K), variance)
         mixed_rest = np.minimum(_rest(pYK * K), widest * both)

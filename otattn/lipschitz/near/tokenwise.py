@@ -106,9 +106,11 @@ def _smooth(p: Perceptron, x: Array) -> Taylor:
     u = row_norms(U) * (1.0 + U.shape[1] * EPS)
     if p.G is None:
         slopes, lost = phi.second(s), phi.sup_third * ds + 16.0 * EPS * (1.0 + s**2) * (1.0 + np.abs(phi.second(s)))
-        top = _gram_top(p.W, [slopes], [np.minimum(lost, 2.0 * phi.sup_second)], [(U @ U.T) ** 2], norm_W, [float(u.max()) ** 2])
-        third = phi.sup_third * float(u.max()) ** 2 * norm_W * norm_U * (1.0 + 16.0 * EPS)
-        return Taylor(top, lambda r: third)
+        top = _gram_top(
+            p.W, [slopes], [np.minimum(lost, 2.0 * phi.sup_second)], [(U @ U.T) ** 2], norm_W, [float(u.max()) ** 2]
+        )
+        cubic = phi.sup_third * float(u.max()) ** 2 * norm_W * norm_U * (1.0 + 16.0 * EPS)
+        return Taylor(top, lambda r: cubic)
     t, dt = _hidden(U, p.b, x)
     G, g = p.G, row_norms(p.G) * (1.0 + U.shape[1] * EPS)
     norm_G = float(spectral_norm_upper(G))
@@ -127,7 +129,9 @@ def _smooth(p: Perceptron, x: Array) -> Taylor:
     return Taylor(second, third)
 
 
-def _gram_top(W: Array, c: list[Array], dc: list[Array], forms: list[Array], norm_W: float, sizes: list[float]) -> float:
+def _gram_top(
+    W: Array, c: list[Array], dc: list[Array], forms: list[Array], norm_W: float, sizes: list[float]
+) -> float:
     """Largest root of ``lambda_max(sum_ab W D_a F_ab D_b W^T)`` over the tokens, ``D_a = diag c_a``.
 
     ``sizes`` bound ``sqrt`` of the norms of the rank-one forms: an error dc moves the Frobenius norm by at most
@@ -142,7 +146,13 @@ def _gram_top(W: Array, c: list[Array], dc: list[Array], forms: list[Array], nor
             K += np.outer(c[0][i], c[1][i]) * forms[1] + (np.outer(c[0][i], c[1][i]) * forms[1]).T
             K += np.outer(c[1][i], c[1][i]) * forms[2]
         M = W @ K @ W.T
-        lost = 8.0 * terms * size_W**2 * h * sum(float(np.abs(a[i]).max()) * size for a, size in zip(c, sizes, strict=True)) ** 2
+        lost = (
+            8.0
+            * terms
+            * size_W**2
+            * h
+            * sum(float(np.abs(a[i]).max()) * size for a, size in zip(c, sizes, strict=True)) ** 2
+        )
         moved = sum(float(np.linalg.norm(d[i])) * size for d, size in zip(dc, sizes, strict=True)) * norm_W
         worst = max(worst, float(np.sqrt(max(small_top(M), 0.0) + lost)) + moved)
     return worst * (1.0 + terms)

@@ -156,7 +156,11 @@ def _statement(map: Any, tokens: Any, radius: float, p: float, kind: str) -> Sta
         raise ValueError(f'kind must be "pairs" or "constant", received {kind!r}.')
     if check.check_order(p) != 2.0:
         raise ValueError(f"p must be 2, received {p:g}; remainders are bounded in Frobenius norm.")
-    why = why_not(map) if isinstance(map, AttentionMap) else f"map must be an attention map, received {type(map).__name__}"
+    why = (
+        why_not(map)
+        if isinstance(map, AttentionMap)
+        else f"map must be an attention map, received {type(map).__name__}"
+    )
     if why is not None:
         raise ValueError(f"map cannot be expanded: {why}.")
     mu = as_discrete(tokens)
@@ -207,7 +211,9 @@ def _certificate(statement: Statement, chain: Chain, kind: str) -> Certificate:
 def _problem(statement: Statement) -> dict[str, Any]:
     near = statement.domain
     if not isinstance(near, NearMeasure) or statement.n != len(near.points) or statement.p != 2.0 or statement.options:
-        raise ValueError("a certificate of second order is about p = 2 and the ball around given tokens; it was altered.")
+        raise ValueError(
+            "a certificate of second order is about p = 2 and the ball around given tokens; it was altered."
+        )
     fresh = _statement(statement.attention, near.points, near.radius, 2.0, "pairs")
     return {"chain": _chain(fresh), "near": near, "causal": statement.attention.causal}
 
