@@ -16,15 +16,14 @@ from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.expansion import Expansion
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
 from otattn.lipschitz.near.heads import heads_at, heads_expansion, softmax_heads
+from otattn.lipschitz.near.largest_eigenvalue import FAILURE
 from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of
 from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
 from otattn.operators import spectral_norm_bounds
 
-__all__ = ["FAILURE", "chain_at", "why_not"]
+__all__ = ["chain_at", "why_not"]
 
 Array = NDArray[np.float64]
-FAILURE = 1e-9
-"""Probability, over the random starts, that the norm of one large product is above its bound."""
 
 
 def why_not(map: AttentionMap) -> str | None:

@@ -27,18 +27,20 @@ from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.lipschitz.near.head import HeadAtTokens, rounding
 from otattn.lipschitz.near.largest_eigenvalue import largest_eigenvalue
 
-__all__ = ["LARGEST_GRAM", "fits", "jacobian_norm", "output_norms", "with_outputs"]
+__all__ = ["LARGEST_GRAM", "LARGEST_PRODUCTS", "fits", "jacobian_norm", "output_norms", "with_outputs"]
 
 Array = NDArray[np.float64]
 Row = Callable[[HeadAtTokens, HeadAtTokens, int], Array]
 LARGEST_GRAM = 8192
-"""Rows of the largest Gram matrix that is formed: 512 MB, and as much again for its factor."""
+"""Rows of the largest Gram matrix that is factorised: 512 MB, and as much again for its factor."""
+LARGEST_PRODUCTS = 16384
+"""Rows of the largest Gram matrix that is formed: 2 GB; between the two its norm has a stated probability."""
 
 
-def fits(heads: list[HeadAtTokens]) -> bool:
-    """Whether the Gram matrices of the heads are formed."""
+def fits(heads: list[HeadAtTokens], largest: int = LARGEST_GRAM) -> bool:
+    """Whether the Gram matrices of the heads have at most so many rows."""
     W = heads[0].W
-    return heads[0].n * (len(heads[0].V) if W is None else len(W)) <= LARGEST_GRAM
+    return heads[0].n * (len(heads[0].V) if W is None else len(W)) <= largest
 
 
 def jacobian_norm(heads: list[HeadAtTokens]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants._interval_head import IntervalHead, Made, interval_head
 from otattn.lipschitz.near.expansion import Taylor
 from otattn.lipschitz.near.gram_hessian import Hessian, hessian_norm
-from otattn.lipschitz.near.gram_jacobian import fits
+from otattn.lipschitz.near.gram_jacobian import LARGEST_PRODUCTS, fits
 from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
 from otattn.lipschitz.near.third_order import third_order
 
@@ -137,9 +137,11 @@ def heads_expansion(heads: list[HeadAtTokens]) -> tuple[Taylor, dict[str, float]
 def _second(heads: list[HeadAtTokens]) -> tuple[float, dict[str, float]]:
     """C jointly where the Gram matrix is formed, and by Cauchy-Schwarz over the heads otherwise.
 
+    Beyond ``LARGEST_GRAM`` rows with a stated probability, as are the norms of such maps.
+
     ``|sum_h W_h z_h| <= || [W_1 / w_1, ..] || (sum_h w_h^2 |z_h|^2)^{1/2}`` with ``w_h = ||W_h||``.
     """
-    if fits(heads):
+    if fits(heads, LARGEST_PRODUCTS):
         found = hessian_norm(heads)
         return found.norm, _shares(found)
     norms = [1.0 if h.W is None else float(spectral_norm_upper(h.W)) for h in heads]
