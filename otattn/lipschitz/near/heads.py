@@ -20,7 +20,7 @@ from otattn.lipschitz.near.gram_jacobian import LARGEST_PRODUCTS, fits
 from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
 from otattn.lipschitz.near.third_order import third_order
 
-__all__ = ["Heads", "heads_at", "heads_expansion", "softmax_heads"]
+__all__ = ["Heads", "heads_at", "heads_expansion", "softmax_heads", "turned"]
 
 Array = NDArray[np.float64]
 
@@ -35,12 +35,13 @@ def softmax_heads(attention: Any) -> tuple[Head, ...]:
 class Heads:
     """Softmax heads at tokens.
 
-    ``intervals`` are the heads with their values as they are; ``offset``, known up to ``offset_error``, is what is added to
-    their outputs: the map is ``sum_h W_h P_h v_h + offset``.
+    ``intervals`` are the heads with their values as they are, ``forms`` their A; ``offset``, known up to
+    ``offset_error``, is what is added to their outputs: the map is ``sum_h W_h P_h v_h + offset``.
     """
 
     heads: list[HeadAtTokens]
     intervals: list[IntervalHead]
+    forms: list[Array]
     offset: Array
     offset_error: float
 
@@ -81,7 +82,7 @@ class Heads:
 
 
 def heads_at(attention: Any, tokens: Array) -> Heads:
-    """The heads at float tokens ``(n, d)``, in the coordinates of the tokens."""
+    """The heads at float tokens ``(n, d)``."""
     parts = softmax_heads(attention)
     if not parts:
         raise TypeError(f"attention must be made of softmax heads, received {type(attention).__name__}.")
@@ -114,12 +115,44 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
         lost += 8.0 * (tokens.shape[1] + len(value) + 8) * EPS * size * (1.0 if W is None else float(norm_upper(W)))
     bias = _output_bias(attention)
     lost += 8.0 * len(parts) * EPS * float(np.linalg.norm(offset))
-    return Heads(heads, intervals, np.asarray(offset if bias is None else offset + bias), lost)
+    return Heads(heads, intervals, [h.A for h in parts], np.asarray(offset if bias is None else offset + bias), lost)
 
 
 def _output_bias(attention: Any) -> Array | None:
     whole = attention.attention if isinstance(attention, MaskedAttention) else attention
     return whole.output_bias if isinstance(whole, MultiHeadAttention) else None
+
+
+def turned(
+    heads: list[HeadAtTokens], forms: list[Array], left: Array | None, right: Array | None
+) -> list[HeadAtTokens]:
+    """The heads of ``left f(right z)``, ``forms`` their matrices A: inputs ``z``, outputs on the left."""
+    out = []
+    for h, A in zip(heads, forms, strict=True):
+        new = h
+        if right is not None:
+            size = float(norm_upper(right))
+            small, rows = 4.0 * (len(right) + 8) * EPS, np.sqrt(len(h.V))
+            G, _, K = h.sizes
+            form, V = right.T @ A @ right, h.V @ right
+            lost = small * size * h.size_V
+            new = replace(
+                h,
+                k=h.k @ right,
+                g=h.g @ right,
+                V=V,
+                field=h.field @ right,
+                dk=size * (h.dk + small * K.max(axis=1)),
+                dg=size * (h.dg + small * G),
+                dfield=size * (h.dfield + small * rows * np.linalg.norm(h.field, axis=(1, 2))),
+                dV=size * h.dV + lost,
+                a=float(spectral_norm_upper(form)) + size**2 * (4.0 * small * float(norm_upper(A)) + 1e-12 * h.a),
+                v=float(spectral_norm_upper(V)) + size * h.dV + lost,
+            )
+        if left is not None:
+            new = replace(new, W=left if h.W is None else left @ h.W)
+        out.append(new)
+    return out
 
 
 def heads_expansion(heads: list[HeadAtTokens]) -> tuple[Taylor, dict[str, float]]:

@@ -13,10 +13,15 @@ bounds ``|D_a|``, and ``|F(X + D) - F(X)| <= r_S``; what exceeds ``||J_{1:S}|| r
 ``b_a = ||J_{1:a}|| + sum_t ||J_{t+1:a}|| g_t(r_{t-1}) b_{t-1}`` bounds the norm of the Jacobian of F at ``X + D``, and the sum
 bounds its change.
 
-Rounding. Each stage is expanded at float tokens that are within ``e_a`` of the true ones, ``e_a = (||J_a|| + g_a(e_{a-1}))
-e_{a-1} + epsilon_a`` with the rounding epsilon of one stage; its Jacobian there is off by ``g_a(e)`` and what rounding
-adds to the matrix. By telescoping, errors ``h_a`` of the factors move the norm of a product by at most
-``sum_t ||J_{t+1:b}|| h_t ||J_{a:t-1}||``.
+Coordinates. Between two stages tokens may be measured otherwise: D in the coordinates ``P_a D`` when it enters stage a, and in
+``Q_a D`` when stage a - 1 makes an error. The formulas stay, with ``||P_b J_{a+1:b} Q_a^{-1}||`` for ``||J_{a+1:b}||`` (also for a =
+b), and stages ``Q_a f_a P_{a-1}^{-1}``; P_0, P_S and Q_S are identities. Any invertible P and Q will do: good ones make the
+stages before (after) them stretch evenly, so that a derivative is not charged for directions in which nothing happens.
+
+Rounding. Each stage is expanded at float tokens that are within ``e_a`` of the true ones; by the same unrolling
+``e_b = ||J_{1:b}|| e_0 + sum_t ||J_{t+1:b}|| (R_t(e_{t-1}) + epsilon_t)``, epsilon the rounding of one stage. Its Jacobian
+there is off by ``g_a(e)`` and what rounding adds to the matrix. By telescoping, errors ``h_a`` of the factors move the norm
+of a product by at most ``sum_t ||J_{t+1:b}|| h_t ||J_{a:t-1}||``.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.expansion import Expansion
 
-__all__ = ["DENSE", "Chain", "Linear", "Stage", "chain_of"]
+__all__ = ["DENSE", "Chain", "Linear", "Stage", "chain_of", "dense_norms"]
 
 Array = NDArray[np.float64]
 DENSE = 2048
@@ -65,8 +70,8 @@ class Stage:
 class Chain:
     """Stages with the norms of their partial products.
 
-    ``norms[a, b]`` bounds ``||J_{a+1:b}||`` (stages a, .., b - 1 counted from 0), 1 for a = b; ``offs[a]`` how far the float tokens
-    before stage a are from the true ones.
+    ``norms[a, b]`` bounds ``||J_{a+1:b}||`` (stages a, .., b - 1 counted from 0); ``offs[a]`` how far the float tokens before
+    stage a are from the true ones.
     """
 
     stages: tuple[Stage, ...]
@@ -134,7 +139,7 @@ class Chain:
         offs, radii = self._offs(off), self.radii(r, off)
         norms, S = self._norms(offs), len(self.stages)
         grown = [s.expansion.growth(radii[t], offs[t]) for t, s in enumerate(self.stages)]
-        sizes = [1.0]  # of J'_t .. J'_1
+        sizes = [float(norms[0, 0])]  # of J'_t .. J'_1
         for a in range(S - 1):
             lost = sum(norms[t + 1, a + 1] * grown[t] * sizes[t] for t in range(a + 1))
             sizes.append(float(norms[0, a + 1] + lost) * _UP)
@@ -150,41 +155,43 @@ class Chain:
         return self.norms if offs is self.offs else _moved(self.stages, self.norms, offs)
 
 
-def chain_of(
-    stages: list[Stage], off: float, norm: Callable[[int, int], float] | None = None, how: str = "proved"
-) -> Chain:
-    """The chain of stages whose first tokens are known up to ``off``.
+def chain_of(stages: list[Stage], norms: Array, off: float = 0.0, how: str = "proved") -> Chain:
+    """The chain of stages whose first tokens are known up to ``off``, from the norms of the products of float Jacobians.
 
-    ``norm(a, b)`` bounds the norm of the product of the stages a, .., b - 1; None where the Jacobians are matrices.
+    ``norms[a, a]`` is that of the change of coordinates between the stages a - 1 and a, 1 where there is none.
     """
+    offs = _errors(tuple(stages), norms, off)
+    return Chain(tuple(stages), _moved(tuple(stages), norms, offs[:-1]), offs[:-1], offs[-1], how)
+
+
+def dense_norms(stages: list[Stage]) -> Array:
+    """The norms of all partial products of matrices, rounding of the products counted."""
     S = len(stages)
     norms = np.ones((S + 1, S + 1))
     for a in range(S):
         product: Array | None = None
         lost = 0.0
         for b in range(a + 1, S + 1):
-            factor = stages[b - 1].jacobian
-            if norm is not None:
-                norms[a, b] = norm(a, b)
-                continue
-            assert factor.matrix is not None
+            matrix = stages[b - 1].jacobian.matrix
+            assert matrix is not None
             if product is None:
-                product = factor.matrix
+                product = matrix
             else:
-                size = float(norm_upper(factor.matrix))
+                size = float(norm_upper(matrix))
                 lost = lost * size + 4.0 * (len(product) + 8) * EPS * size * float(norm_upper(product))
-                product = factor.matrix @ product
+                product = matrix @ product
             norms[a, b] = float(spectral_norm_upper(product)) + lost
-    offs = _errors(tuple(stages), norms, off)
-    return Chain(tuple(stages), _moved(tuple(stages), norms, offs[:-1]), offs[:-1], offs[-1], how)
+    return norms
 
 
 def _errors(stages: tuple[Stage, ...], norms: Array, off: float) -> tuple[float, ...]:
     """``e_0, .., e_S``."""
     errors = [off]
-    for a, s in enumerate(stages):
-        size = norms[a, a + 1] + s.jacobian_error + s.expansion.growth(errors[a])
-        errors.append(float(size * errors[a] + s.image_error) * _UP)
+    lost: list[float] = []
+    for b in range(1, len(stages) + 1):
+        last = stages[b - 1]
+        lost.append(last.image_error + (last.expansion.remainder(errors[-1]) if errors[-1] > 0.0 else 0.0))
+        errors.append(float(norms[0, b] * off + sum(norms[t + 1, b] * lost[t] for t in range(b))) * _UP)
     return tuple(errors)
 
 

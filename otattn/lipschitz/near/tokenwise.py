@@ -62,33 +62,42 @@ def perceptron(map: Any) -> Perceptron | None:
     return Perceptron(*map.as_perceptron()) if hasattr(map, "as_perceptron") else None
 
 
-def tokenwise_expansion(map: TokenwiseMap, x: Array) -> Expansion:
-    """The expansion of a token-wise map at float tokens x."""
+def tokenwise_expansion(
+    map: TokenwiseMap, x: Array, left: Array | None = None, right: Array | None = None
+) -> Expansion:
+    """The expansion of ``left f(right z)`` at float tokens ``x = right z``; matrices (d, d), None for the identity."""
     if isinstance(map, LayerNorm):
-        return _normalisation(map, x)
+        return _normalisation(map, x, left, right)
     p = perceptron(map)
     if p is None:
         raise TypeError(
             f"a token-wise map must be LayerNorm, RMSNorm or a perceptron to be expanded, received {type(map).__name__}."
         )
+    seen = p._replace(
+        U=p.U if right is None else p.U @ right,
+        G=p.G if p.G is None or right is None else p.G @ right,
+        W=p.W if left is None else left @ p.W,
+    )
     if p.activation == "relu":
-        return _kinked(p, x)
-    return AFFINE if p.activation == "identity" and p.G is None else _smooth(p, x)
+        return _kinked(p, seen, x)
+    return AFFINE if p.activation == "identity" and p.G is None else _smooth(p, seen, x)
 
 
-def _normalisation(map: LayerNorm, x: Array) -> Taylor:
+def _normalisation(map: LayerNorm, x: Array, left: Array | None, right: Array | None) -> Taylor:
     d = x.shape[1]
     low = _length(map, x)
-    gain = float(np.abs(map.gain).max()) * np.sqrt(d) * (1.0 + 8.0 * EPS)
+    gain = float(np.abs(map.gain).max()) if left is None else float(spectral_norm_upper(left * map.gain))
+    gain *= np.sqrt(d) * (1.0 + 8.0 * EPS)
+    scale = 1.0 if right is None else float(spectral_norm_upper(right))
 
     def rho(r: float) -> float:
-        return float(np.sqrt(max(low - r, 0.0) ** 2 + d * map.eps)) * (1.0 - 8.0 * EPS)
+        return float(np.sqrt(max(low - scale * r, 0.0) ** 2 + d * map.eps)) * (1.0 - 8.0 * EPS)
 
     def third(r: float) -> float:
         size = rho(r)
-        return 3.0 * gain / size**3 if size > 0.0 else float("inf")
+        return 3.0 * gain * (scale / size) ** 3 if size > 0.0 else float("inf")
 
-    return Taylor(gain * 1.1547005383792517 / max(rho(0.0) ** 2, 1e-300), third)
+    return Taylor(gain * 1.1547005383792517 * scale**2 / max(rho(0.0) ** 2, 1e-300), third)
 
 
 def _length(map: LayerNorm, x: Array) -> float:
@@ -98,21 +107,22 @@ def _length(map: LayerNorm, x: Array) -> float:
     return max(float(row_norms(map._centred(x)).min()) * (1.0 - (d + 8) * EPS) - lost, 0.0)
 
 
-def _smooth(p: Perceptron, x: Array) -> Taylor:
+def _smooth(p: Perceptron, seen: Perceptron, x: Array) -> Taylor:
+    """Preactivations by p, matrices of the derivatives by ``seen``, in other coordinates."""
     phi = ACTIVATIONS[p.activation]
     s, ds = _hidden(p.U if p.G is None else p.G, p.b if p.g is None else p.g, x)
-    U, W = p.U, p.W
+    U, W = seen.U, seen.W
     norm_W, norm_U = float(spectral_norm_upper(W)), float(spectral_norm_upper(U))
     u = row_norms(U) * (1.0 + U.shape[1] * EPS)
-    if p.G is None:
+    if seen.G is None:
         slopes, lost = phi.second(s), phi.sup_third * ds + 16.0 * EPS * (1.0 + s**2) * (1.0 + np.abs(phi.second(s)))
         top = _gram_top(
-            p.W, [slopes], [np.minimum(lost, 2.0 * phi.sup_second)], [(U @ U.T) ** 2], norm_W, [float(u.max()) ** 2]
+            W, [slopes], [np.minimum(lost, 2.0 * phi.sup_second)], [(U @ U.T) ** 2], norm_W, [float(u.max()) ** 2]
         )
         cubic = phi.sup_third * float(u.max()) ** 2 * norm_W * norm_U * (1.0 + 16.0 * EPS)
-        return Taylor(top, lambda r: cubic)
-    t, dt = _hidden(U, p.b, x)
-    G, g = p.G, row_norms(p.G) * (1.0 + U.shape[1] * EPS)
+        return Taylor(top * _turn(p, seen), lambda r: cubic * _turn(p, seen))
+    t, dt = _hidden(p.U, p.b, x)
+    G, g = seen.G, row_norms(seen.G) * (1.0 + U.shape[1] * EPS)
     norm_G = float(spectral_norm_upper(G))
     rough = 16.0 * EPS * (1.0 + s**2)
     a, da = phi.second(s) * t, (phi.sup_third * ds + rough) * (np.abs(t) + dt) + phi.sup_second * dt
@@ -124,9 +134,16 @@ def _smooth(p: Perceptron, x: Array) -> Taylor:
 
     def third(r: float) -> float:
         one = phi.sup_third * float((g**2 * (reach + u * r)).max()) * norm_G
-        return (one + 3.0 * phi.sup_second * float((g**2).max()) * norm_U) * norm_W * (1.0 + 32.0 * EPS)
+        return (
+            (one + 3.0 * phi.sup_second * float((g**2).max()) * norm_U) * norm_W * (1.0 + 32.0 * EPS) * _turn(p, seen)
+        )
 
-    return Taylor(second, third)
+    return Taylor(second * _turn(p, seen), third)
+
+
+def _turn(p: Perceptron, seen: Perceptron) -> float:
+    """What rounding adds to matrices in other coordinates, whose condition is below a hundred."""
+    return 1.0 if seen.U is p.U and seen.W is p.W else 1.0 + 1e-10
 
 
 def _gram_top(
@@ -184,14 +201,14 @@ class _Kinked:
         return self.growth(r, off) * r * (1.0 + 4.0 * EPS)
 
 
-def _kinked(p: Perceptron, x: Array) -> Expansion:
+def _kinked(p: Perceptron, seen: Perceptron, x: Array) -> Expansion:
     if p.G is not None:
         raise TypeError("a gated perceptron must have a smooth activation to be expanded, received relu.")
     s, ds = _hidden(p.U, p.b, x)
-    u = row_norms(p.U) * (1.0 + p.U.shape[1] * EPS)
+    u = row_norms(seen.U) * (1.0 + p.U.shape[1] * EPS)
     with np.errstate(divide="ignore", invalid="ignore"):
         distances = np.where(u > 0.0, np.maximum(np.abs(s) - ds, 0.0) / u * (1.0 - 8.0 * EPS), np.inf)
-    return _Kinked(p.W, p.U, distances)
+    return _Kinked(seen.W, seen.U, distances)
 
 
 def tokenwise_errors(map: TokenwiseMap, x: Array) -> tuple[float, float]:

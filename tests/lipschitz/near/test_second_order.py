@@ -197,7 +197,7 @@ def test_long_stacks_say_that_their_norms_are_probabilistic(monkeypatch):
     monkeypatch.setattr("otattn.lipschitz.near.build.DENSE", 4)
     bound = oa.certify(BLOCK, X, radius=1e-4)
     assert bound.details["how"] == "probabilistic"
-    assert exact.value * (1 - 1e-9) <= bound.value <= exact.value * 1.03
+    assert norm(BLOCK, X) <= bound.value <= exact.value * 1.05
     single = oa.certify(HEAD, X, radius=1e-4)
     assert single.details["how"] == "proved"
     assert stack.DENSE == 2048
