@@ -20,7 +20,7 @@ from otattn.attention import (
     SigmoidAttention,
     SoftmaxAttention,
 )
-from otattn.lipschitz import relaxations
+from otattn.lipschitz import certify, relaxations
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.upper.multihead import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
@@ -165,4 +165,6 @@ def float_only() -> dict[str, Maker]:
         "local_ball-global": lambda: relaxations.local_ball(
             SOFTMAX, tokens, 0.5, global_bound=bounds.row_bound(SOFTMAX, radius=1.5, n=4)
         ),
+        "second_order": lambda: certify(BIASED, tokens, radius=0.02, kind="constant"),
+        "second_order/pairs": lambda: certify(BIASED, tokens, radius=0.02),
     }
