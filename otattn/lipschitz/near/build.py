@@ -97,7 +97,7 @@ class _Point:
         if isinstance(self.map, TokenwiseMap):
             return tokenwise_expansion(self.map, self.x, left, right)
         assert self.heads is not None
-        return heads_expansion(turned(self.heads.heads, self.heads.forms, left, right))[0]
+        return heads_expansion(turned(self.heads.heads, left, right))[0]
 
     def stage(self, left: Side, right: Side) -> Stage:
         """The stage ``left f(right z)``."""

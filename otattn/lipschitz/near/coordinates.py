@@ -17,7 +17,7 @@ __all__ = ["PLAIN", "Frame", "frames_of", "norm_table"]
 Array = NDArray[np.float64]
 PROBES = 24
 """Random directions that are sent through the stack; the coordinates are only good or less good, never wrong."""
-FLOOR = 0.3
+FLOOR = 1.0
 """Share of the mean stretch that is added to all directions."""
 ANCHOR = 4
 """Norms between stages that are farther apart are bounded by products at every fourth stage, but for those from the first stage

@@ -18,7 +18,8 @@ an argument, so
 **The bound.** The first part is at most ``|H(zeta)|_F |D| |E| <= sqrt(lambda_max(G))``, G the Gram matrix of
 ``zeta -> H(zeta)`` (size n e, for several heads with the output matrices in zeta). Row by row ``|L_i|_F <= c_i |zeta_i|``,
 where the last term counts as an operator, ``b_h = ||A_h|| sqrt(lambda_max(sum_j P_ij^2 y y^T))`` for each head, together
-  ``sum_h |W_h^T zeta| b_h <= ||[W_1 / w_1, ..]|| (sum_h w_h^2 b_h^2)^{1/2}``, ``w_h = ||W_h||``; and ``|N_i|_F <= k_i |zeta_i|``:
+  ``sum_h |W_h^T zeta| b_h <= ||[W_1 / w_1, ..]|| (sum_h w_h^2 b_h^2)^{1/2}``, ``w_h = ||W_h||``, or all three in
+  Frobenius norm, which counts ``|A_h|_F`` but neither adds heads nor terms: the smaller one; and ``|N_i|_F <= k_i |zeta_i|``:
 eigenvalues of e x e matrices. Then ``sum_i |zeta_i| (c_i (|delta_i| |E| + |eps_i| |D|) + k_i |delta_i| |eps_i|)`` is at most
 ``2 max c + max k``, and ``C = sqrt(lambda_max(G)) + 2 max_i c_i + max_i k_i``.
 
@@ -116,22 +117,26 @@ def _moved(h: HeadAtTokens) -> Array:
 def _own(heads: list[HeadAtTokens], eps: float) -> tuple[float, float]:
     """``max_i c_i`` and ``max_i k_i``."""
     n = heads[0].n
-    outer = _outer(heads)
-    parts = [_own_row(heads, i, outer) for i in range(n)]
-    G, K, Y = np.zeros(n), np.zeros(n), np.zeros(n)
-    moved_c, moved_k, sizes_c, sizes_k = (np.zeros(n) for _ in range(4))
+    outer, crossed = _outer(heads), _crossed(heads)
+    parts = np.array([_own_row(heads, i, outer, crossed) for i in range(n)])
+    moved_c, moved_w, moved_k, sizes_c, sizes_w, sizes_k = (np.zeros(n) for _ in range(6))
     for h, w in zip(heads, output_norms(heads), strict=True):
         g, y, k = h.sizes
-        G, Y, K = g, y.max(axis=1), k.max(axis=1)
-        sizes_c += w * (h.size_V * K + 2.0 * G * Y * K)
+        Y, K = y.max(axis=1), k.max(axis=1)
+        size_A = 0.0 if h.A is None else float(norm_upper(h.A))
+        sizes = h.size_V * K + 2.0 * g * Y * K
+        sizes_c += w * sizes
+        sizes_w += w * (sizes + Y * size_A)
         sizes_k += w * Y * K**2
-        moved_c += w * h.lost * (h.v * K + 2.0 * G * Y * K + h.a * Y)
-        moved_c += w * (h.dV * K + h.v * h.dk + 2.0 * h.dg * Y * K + G * (h.dy * K + Y * h.dk + h.dfield) + h.a * h.dy)
+        moved = h.lost * (h.v * K + 2.0 * g * Y * K)
+        moved += h.dV * K + h.v * h.dk + 2.0 * h.dg * Y * K + g * (h.dy * K + Y * h.dk + h.dfield)
+        moved_c += w * (moved + h.a * (h.lost * Y + h.dy))
+        moved_w += w * (moved + (size_A + h.dA) * (h.lost * Y + h.dy) + Y * h.dA)
         moved_k += w * (h.lost * Y * K**2 * np.sqrt(n) + h.dy * K**2 + 2.0 * Y * K * h.dk)
-    c2, a_part, k2 = (np.array([part[m] for part in parts]) for m in range(3))
-    c = np.sqrt(np.maximum(c2, 0.0) + eps * sizes_c**2) + a_part * (1.0 + eps) + moved_c
-    both = np.sqrt(np.maximum(k2, 0.0) + eps * sizes_k**2) + moved_k
-    return float(c.max()) * (1.0 + eps), float(both.max()) * (1.0 + eps)
+    c = np.sqrt(np.maximum(parts[:, 0], 0.0) + eps * sizes_c**2) + parts[:, 1] * (1.0 + eps) + moved_c
+    whole = np.sqrt(np.maximum(parts[:, 3], 0.0) + eps * sizes_w**2) + moved_w
+    both = np.sqrt(np.maximum(parts[:, 2], 0.0) + eps * sizes_k**2) + moved_k
+    return float(np.minimum(c, whole).max()) * (1.0 + eps), float(both.max()) * (1.0 + eps)
 
 
 def _outer(heads: list[HeadAtTokens]) -> tuple[list[float], float]:
@@ -144,28 +149,69 @@ def _outer(heads: list[HeadAtTokens]) -> tuple[list[float], float]:
     return sizes, float(spectral_norm_upper(np.concatenate(scaled, axis=1)))
 
 
-def _own_row(heads: list[HeadAtTokens], i: int, outer: tuple[list[float], float]) -> tuple[float, float, float]:
-    """For row i: ``lambda_max`` of the form of L without A, the part of A, and that of N."""
+class _Crossed(NamedTuple):
+    """For two heads ``V_a A_b``, ``A_b^T g_a`` and ``<A_a, A_b>``."""
+
+    VA: Array
+    gA: Array
+    AA: float
+
+
+def _crossed(heads: list[HeadAtTokens]) -> list[list[_Crossed]] | None:
+    """For all pairs; None where a form is not known."""
+    out = []
+    for a in heads:
+        line = []
+        for b in heads:
+            if a.A is None or b.A is None:
+                return None
+            line.append(_Crossed(a.V @ b.A, a.g @ b.A, float((a.A * b.A).sum())))
+        out.append(line)
+    return out
+
+
+def _own_row(
+    heads: list[HeadAtTokens], i: int, outer: tuple[list[float], float], crossed: list[list[_Crossed]] | None
+) -> tuple[float, float, float, float]:
+    """For row i: ``lambda_max`` of the form of L without A, the part of A, that of N, and that of L with A."""
     e = sum(len(h.V) for h in heads)
-    L, N = np.empty((e, e)), np.empty((e, e))
+    L, N, A = np.empty((e, e)), np.empty((e, e)), np.zeros((e, e))
     at = np.cumsum([0, *(len(h.V) for h in heads)])
     for a, h in enumerate(heads):
         for b, o in enumerate(heads):
-            if b < a:
-                continue
-            block, twice = _own_blocks(h, o, i)
             rows, columns = slice(at[a], at[a + 1]), slice(at[b], at[b + 1])
-            L[rows, columns], N[rows, columns] = block, twice
-            L[columns, rows], N[columns, rows] = block.T, twice.T
+            if crossed is not None:  # the terms with A of b, and their transposes
+                block = _form_block(h, o, crossed[a][b], i)
+                A[rows, columns] += block
+                A[columns, rows] += block.T
+                yy = (h.P[i] * o.P[i])[:, None] * o.y[i]
+                A[rows, columns] += crossed[a][b].AA * (h.y[i].T @ yy)
+            if b >= a:
+                L[rows, columns], N[rows, columns] = _own_blocks(h, o, i)
+                L[columns, rows], N[columns, rows] = L[rows, columns].T, N[rows, columns].T
     single = np.zeros(len(heads))
     for b, (h, w) in enumerate(zip(heads, outer[0], strict=True)):
         y = h.P[i][:, None] * h.y[i]
         single[b] = w * h.a * np.sqrt(max(small_top(y.T @ y), 0.0))
     a_part = min(float(single.sum()), outer[1] * float(np.linalg.norm(single)) * (1.0 + 1e-14))
+    whole = L + A
     if heads[0].W is not None:
         W = np.concatenate([h.W for h in heads if h.W is not None], axis=1)
-        L, N = W @ L @ W.T, W @ N @ W.T
-    return small_top(L), float(a_part), small_top(N)
+        L, N, whole = W @ L @ W.T, W @ N @ W.T, W @ whole @ W.T
+    elif len(heads) > 1:  # the heads are summed
+        W = np.concatenate([np.eye(len(h.V)) for h in heads], axis=1)
+        L, N, whole = W @ L @ W.T, W @ N @ W.T, W @ whole @ W.T
+    return small_top(L), float(a_part), small_top(N), float("inf") if crossed is None else small_top(whole)
+
+
+def _form_block(a: HeadAtTokens, b: HeadAtTokens, cross: _Crossed, i: int) -> Array:
+    """``sum_j P Q <u k_j^T + g (w_j k_j - m)^T, w'_j A'>``, zeta of a on the left and of b on the right."""
+    pq = (a.P[i] * b.P[i])[:, None]
+    weighted = pq * b.y[i]
+    gk = a.k[i] @ cross.gA[i]
+    out = (a.k[i] @ cross.VA.T + a.y[i] * gk[:, None]).T @ weighted
+    out -= np.outer(a.field[i] @ cross.gA[i], weighted.sum(axis=0))
+    return np.asarray(out)
 
 
 def _own_blocks(a: HeadAtTokens, b: HeadAtTokens, i: int) -> tuple[Array, Array]:

@@ -45,6 +45,8 @@ class HeadAtTokens:
     dV : float
     a, v : float
         Upper bounds of ``||A||`` and ``||V||``.
+    A : (d, d) or None
+        The form of the logits up to ``dA`` in Frobenius norm, where it is known.
     """
 
     P: Array
@@ -62,6 +64,8 @@ class HeadAtTokens:
     dV: float
     a: float
     v: float
+    A: Array | None = None
+    dA: float = 0.0
 
     @property
     def n(self) -> int:
@@ -96,7 +100,7 @@ class HeadAtTokens:
         return float(norm_upper(self.V))
 
 
-def head_at_tokens(head: IntervalHead, W: Array | None = None) -> HeadAtTokens:
+def head_at_tokens(head: IntervalHead, W: Array | None = None, A: Array | None = None, dA: float = 0.0) -> HeadAtTokens:
     """The head of an :class:`IntervalHead` whose tokens do not move (rho = 0)."""
     P, V, n = head.P, head.V, len(head.P)
     terms = n + sum(V.shape) + 32
@@ -115,7 +119,9 @@ def head_at_tokens(head: IntervalHead, W: Array | None = None) -> HeadAtTokens:
     Y, K = np.linalg.norm(y, axis=2) * up, np.linalg.norm(k, axis=2) * up
     dfield = (dP * (Y + dy[:, None]) * (K + dk[:, None])).sum(axis=1)
     dfield += (P * (dy[:, None] * (K + dk[:, None]) + Y * dk[:, None] + 4.0 * terms * EPS * Y * K)).sum(axis=1)
-    return HeadAtTokens(P, y, k, head.g, V, W, field, dP, dy, dk, head.dg, dfield * up, head.lost, head.a, head.v)
+    return HeadAtTokens(
+        P, y, k, head.g, V, W, field, dP, dy, dk, head.dg, dfield * up, head.lost, head.a, head.v, A, dA
+    )
 
 
 def rounding(heads: list[HeadAtTokens]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.head import Head, heads_of
 from otattn.lipschitz.constants._dual_quadratic import EPS
@@ -35,13 +35,12 @@ def softmax_heads(attention: Any) -> tuple[Head, ...]:
 class Heads:
     """Softmax heads at tokens.
 
-    ``intervals`` are the heads with their values as they are, ``forms`` their A; ``offset``, known up to
+    ``intervals`` are the heads with their values as they are; ``offset``, known up to
     ``offset_error``, is what is added to their outputs: the map is ``sum_h W_h P_h v_h + offset``.
     """
 
     heads: list[HeadAtTokens]
     intervals: list[IntervalHead]
-    forms: list[Array]
     offset: Array
     offset_error: float
 
@@ -96,17 +95,19 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
     lost = 0.0
     for head in parts:
         W = head.output
-        small = 8.0 * (sum(head.V.shape) + 8) * EPS
+        small = 2.0 * (tokens.shape[1] + 8) * EPS  # products with tokens, twice over
+        # a map that runs on its factors has their product for A
+        form = 0.0 if head.factors is None else product_error(head.factors[1].T, head.factors[0])
         made = Made(
             sizes * (1.0 + small),
             width * (1.0 + small) + 4.0 * EPS * float(sizes.max()),
             small,
-            head.lost,
+            form,
             0.0,
             head.shift,
         )
         interval = interval_head(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
-        heads.append(head_at_tokens(interval, W))
+        heads.append(head_at_tokens(interval, W, head.A, form))
         intervals.append(interval)
         value = head.V @ mean
         value = value if head.map.value_bias is None else value + head.map.value_bias
@@ -115,7 +116,7 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
         lost += 8.0 * (tokens.shape[1] + len(value) + 8) * EPS * size * (1.0 if W is None else float(norm_upper(W)))
     bias = _output_bias(attention)
     lost += 8.0 * len(parts) * EPS * float(np.linalg.norm(offset))
-    return Heads(heads, intervals, [h.A for h in parts], np.asarray(offset if bias is None else offset + bias), lost)
+    return Heads(heads, intervals, np.asarray(offset if bias is None else offset + bias), lost)
 
 
 def _output_bias(attention: Any) -> Array | None:
@@ -123,36 +124,39 @@ def _output_bias(attention: Any) -> Array | None:
     return whole.output_bias if isinstance(whole, MultiHeadAttention) else None
 
 
-def turned(
-    heads: list[HeadAtTokens], forms: list[Array], left: Array | None, right: Array | None
-) -> list[HeadAtTokens]:
-    """The heads of ``left f(right z)``, ``forms`` their matrices A: inputs ``z``, outputs on the left."""
+def turned(heads: list[HeadAtTokens], left: Array | None, right: Array | None) -> list[HeadAtTokens]:
+    """The heads of ``left f(right z)``: inputs ``z``, outputs on the left."""
     out = []
-    for h, A in zip(heads, forms, strict=True):
-        new = h
-        if right is not None:
-            size = float(norm_upper(right))
-            small, rows = 4.0 * (len(right) + 8) * EPS, np.sqrt(len(h.V))
-            G, _, K = h.sizes
-            form, V = right.T @ A @ right, h.V @ right
-            lost = small * size * h.size_V
-            new = replace(
-                h,
-                k=h.k @ right,
-                g=h.g @ right,
-                V=V,
-                field=h.field @ right,
-                dk=size * (h.dk + small * K.max(axis=1)),
-                dg=size * (h.dg + small * G),
-                dfield=size * (h.dfield + small * rows * np.linalg.norm(h.field, axis=(1, 2))),
-                dV=size * h.dV + lost,
-                a=float(spectral_norm_upper(form)) + size**2 * (4.0 * small * float(norm_upper(A)) + 1e-12 * h.a),
-                v=float(spectral_norm_upper(V)) + size * h.dV + lost,
-            )
-        if left is not None:
-            new = replace(new, W=left if h.W is None else left @ h.W)
-        out.append(new)
+    for h in heads:
+        new = h if right is None else _on_the_right(h, right)
+        out.append(new if left is None else replace(new, W=left if h.W is None else left @ h.W))
     return out
+
+
+def _on_the_right(h: HeadAtTokens, R: Array) -> HeadAtTokens:
+    assert h.A is not None
+    norm = float(spectral_norm_upper(R))
+    small = (
+        4.0 * (len(R) + 8) * EPS * float(norm_upper(R))
+    )  # rounding of a product with R, relative to the other factor
+    G, _, K = h.sizes
+    A, V = R.T @ h.A @ R, h.V @ R
+    dA, dV = norm**2 * h.dA + 4.0 * small * norm * float(norm_upper(h.A)), norm * h.dV + small * h.size_V
+    return replace(
+        h,
+        k=h.k @ R,
+        g=h.g @ R,
+        V=V,
+        field=h.field @ R,
+        dk=norm * h.dk + small * K.max(axis=1),
+        dg=norm * h.dg + small * G,
+        dfield=norm * h.dfield + small * np.linalg.norm(h.field, axis=(1, 2)),
+        dV=dV,
+        A=A,
+        dA=dA,
+        a=float(spectral_norm_upper(A)) + dA,
+        v=float(spectral_norm_upper(V)) + dV,
+    )
 
 
 def heads_expansion(heads: list[HeadAtTokens]) -> tuple[Taylor, dict[str, float]]:

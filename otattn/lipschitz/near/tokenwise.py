@@ -97,7 +97,30 @@ def _normalisation(map: LayerNorm, x: Array, left: Array | None, right: Array | 
         size = rho(r)
         return 3.0 * gain * (scale / size) ** 3 if size > 0.0 else float("inf")
 
-    return Taylor(gain * 1.1547005383792517 * scale**2 / max(rho(0.0) ** 2, 1e-300), third)
+    second = gain * 1.1547005383792517 * scale**2 / max(rho(0.0) ** 2, 1e-300)
+    if left is not None or right is not None:
+        second = min(second, _turned_bend(map, x, left, right))
+    return Taylor(second, third)
+
+
+def _turned_bend(map: LayerNorm, x: Array, left: Array | None, right: Array | None) -> float:
+    """C in other coordinates, L on the left and R on the right, n = y / rho, G the gain, P the centring.
+
+    ``rho^2 (Y / |Y|)''[D, D] = -2 <n, D> D + (3 <n, D>^2 - |D|^2) n``, so ``C = sqrt(d) / rho^2 max (2 |R^T n| ||L G P R|| + |L G n|
+    max(3 |R^T n|^2, ||P R||^2))``: bilinear in the same way, for the form is a difference of positive ones.
+    """
+    d = x.shape[1]
+    y = map._centred(x)
+    rho = np.sqrt((y**2).sum(axis=1) + d * map.eps) * (1.0 - 1e-10)
+    n = y / rho[:, None]
+    L = np.diag(map.gain) if left is None else left * map.gain
+    R = np.eye(d) if right is None else right
+    R = R - R.mean(axis=0) if map.center else R
+    b, out = np.linalg.norm(n @ R, axis=1), np.linalg.norm(n @ L.T, axis=1)
+    across, wide = float(spectral_norm_upper(L @ R)), float(spectral_norm_upper(R))
+    lost = 1e-10 * float(norm_upper(L)) * max(float(norm_upper(R)), 1.0) ** 2
+    values = 2.0 * b * across + out * np.maximum(3.0 * b**2, wide**2) + lost
+    return float((values / rho**2).max()) * np.sqrt(d) * (1.0 + 1e-10)
 
 
 def _length(map: LayerNorm, x: Array) -> float:

@@ -191,7 +191,10 @@ def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict
         at_center += still.direct(*still.spreads({name: np.zeros(n) for name in thresholds}), np.zeros(n))
     # the rounding of the logits is part of the intervals; what is left is that of a few norms and sums
     allowance = 1.0 + 64.0 * (n + problem["X"].shape[1]) * EPS
-    heads_here = [head_at_tokens(still) for still in here]
+    heads_here = [
+        head_at_tokens(still, None, A, made.a + made.small * float(np.linalg.norm(A)))
+        for still, A, made in zip(here, problem["A"], problem["made"], strict=True)
+    ]
     norm = _jacobian_norm(here)
     if norm is None and fits(heads_here):
         norm = jacobian_norm(heads_here)
