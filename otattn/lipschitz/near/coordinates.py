@@ -97,7 +97,7 @@ def norm_table(parts: list[Linear], frames: list[Frame], known: list[float | Non
     for a in range(S):
         for b in range(a + 1, S + 1):
             between = [c for c in anchors if a < c < b]
-            single = known[a] if b == a + 1 and frames[a] is PLAIN and frames[b] is PLAIN else None
+            single = known[a] if b == a + 1 else None
             if single is not None:
                 norms[a, b] = single
             elif a == 0 or b == S or b in anchors or not between:

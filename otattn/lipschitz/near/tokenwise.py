@@ -11,8 +11,9 @@ of ``Y / |Y|``, ``Y = (y, sqrt(d eps))``. In the plane of Y and the direction wi
 
 **Perceptrons** ``W phi(U x + b)``. ``zeta . D^2 f [D, E] = sum_h (W^T zeta)_h phi''(s_h) <u_h, D> <u_h, E>``, at most the
 Frobenius norm of ``sum_h c_h u_h u_h^T``, whose square is ``c^T (U U^T)^{o2} c`` (entrywise square): ``C^2 = lambda_max(W D (U
-U^T)^{o2} D W^T)``, ``D = diag phi''(s)``. ``|D^3 f| <= sup |phi'''| max_h |u_h|^2 ||W|| ||U||``, since ``|<u_h, D>|^3 <=
-|u_h|^2 |<u_h, D>|``. Gated, ``W (phi(G x + g) * (U x + b))``: the forms are
+U^T)^{o2} D W^T)``, ``D = diag phi''(s)``. ``|D^3 f|`` at the tokens the same with phi''' and ``(U
+U^T)^{o3}``, plus ``r sup |phi''''| max_h |u_h|^3 ||W|| ||U||`` on the ball, since ``|<u_h, D>|^4 <= |u_h|^3 |<u_h, D>|``, and at most
+``sup |phi'''| max_h |u_h|^2 ||W|| ||U||``. Gated, ``W (phi(G x + g) * (U x + b))``: the forms are
 ``phi''(s) t g g^T + phi'(s) (g u^T + u g^T)`` with ``t = U x + b``, and
 ``D3(r) = max_h (|g_h|^2 sup|phi'''| (|t_h| + |u_h| r) ||G|| + 3 |g_h|^2 sup|phi''| ||U||) ||W||``.
 
@@ -138,12 +139,17 @@ def _smooth(p: Perceptron, seen: Perceptron, x: Array) -> Taylor:
     norm_W, norm_U = float(spectral_norm_upper(W)), float(spectral_norm_upper(U))
     u = row_norms(U) * (1.0 + U.shape[1] * EPS)
     if seen.G is None:
-        slopes, lost = phi.second(s), phi.sup_third * ds + 16.0 * EPS * (1.0 + s**2) * (1.0 + np.abs(phi.second(s)))
+        rough = 16.0 * EPS * (1.0 + np.abs(s) ** 3)
+        slopes, lost = phi.second(s), phi.sup_third * ds + rough * (1.0 + np.abs(phi.second(s)))
         top = _gram_top(
             W, [slopes], [np.minimum(lost, 2.0 * phi.sup_second)], [(U @ U.T) ** 2], norm_W, [float(u.max()) ** 2]
         )
-        cubic = phi.sup_third * float(u.max()) ** 2 * norm_W * norm_U * (1.0 + 16.0 * EPS)
-        return Taylor(top * _turn(p, seen), lambda r: cubic * _turn(p, seen))
+        size, turn = float(u.max()), _turn(p, seen)
+        crude, fourth = (sup * norm_W * norm_U * turn * (1.0 + 16.0 * EPS) for sup in (phi.sup_third, phi.sup_fourth))
+        bends = phi.third(s)
+        lost = np.minimum(phi.sup_fourth * ds + rough * (1.0 + np.abs(bends)), 2.0 * phi.sup_third)
+        at = _gram_top(W, [bends], [lost], [(U @ U.T) ** 3], norm_W, [size**3]) * turn
+        return Taylor(top * turn, lambda r: min(crude * size**2, at + r * fourth * size**3))
     t, dt = _hidden(p.U, p.b, x)
     G, g = seen.G, row_norms(seen.G) * (1.0 + U.shape[1] * EPS)
     norm_G = float(spectral_norm_upper(G))

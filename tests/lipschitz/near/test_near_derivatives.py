@@ -196,7 +196,10 @@ def test_perceptrons(activation, gated):
         for D in directions(rng, X.shape, 40)
     ]
     assert 0.2 * found.second <= max(v[1] for v in value) <= found.second
-    assert max(v[2] for v in value) <= found.third(0.0)
+    assert max(v[2] for v in value) <= found.third(0.0) <= found.third(0.1) <= found.third(10.0)
+    for D in directions(rng, X.shape, 6):
+        moved = derivatives(lambda x: perceptron(x, U, zero, W, activation, G if gated else None), X + 0.05 * D, D)
+        assert moved[2] <= found.third(0.05)
 
 
 def test_relu_is_linear_up_to_its_kinks():
@@ -221,9 +224,11 @@ def test_activations_and_suprema():
                 [float(v) * k for v, k in zip(mp.taylor(f, mp.mpf(float(t)), 3), (1, 1, 2, 6), strict=True)]
                 for t in s[::60]
             ]
-        for k, part in enumerate((phi.value, phi.first, phi.second)):
+        for k, part in enumerate((phi.value, phi.first, phi.second, phi.third)):
             assert part(s[::60]) == pytest.approx([row[k] for row in exact], abs=1e-12)
         third = np.abs(np.diff(phi.second(s))) / (s[1] - s[0])
         assert third.max() <= phi.sup_third <= 1.02 * third.max()
+        fourth = np.abs(np.diff(phi.third(s))) / (s[1] - s[0])
+        assert fourth.max() <= phi.sup_fourth <= 1.02 * fourth.max()
         assert np.abs(phi.second(s)).max() <= phi.sup_second <= 1.01 * np.abs(phi.second(s)).max()
         assert np.abs(phi.first(s)).max() <= phi.sup_first <= 1.01 * np.abs(phi.first(s)).max()

@@ -200,4 +200,6 @@ def test_long_stacks_say_that_their_norms_are_probabilistic(monkeypatch):
     assert norm(BLOCK, X) <= bound.value <= exact.value * 1.05
     single = oa.certify(HEAD, X, radius=1e-4)
     assert single.details["how"] == "proved"
+    assert single.value == pytest.approx(oa.certify(HEAD, X, radius=1e-4).value, rel=1e-7)
+    assert single.details["norm"] <= norm(HEAD, X) * (1 + 1e-7)  # by its Gram matrix, not by products
     assert stack.DENSE == 2048
