@@ -203,3 +203,13 @@ def test_long_stacks_say_that_their_norms_are_probabilistic(monkeypatch):
     assert single.value == pytest.approx(oa.certify(HEAD, X, radius=1e-4).value, rel=1e-7)
     assert single.details["norm"] <= norm(HEAD, X) * (1 + 1e-7)  # by its Gram matrix, not by products
     assert stack.DENSE == 2048
+
+
+@pytest.mark.parametrize("outputs", [None, [np.eye(2), np.eye(2)]])
+def test_two_equal_heads_are_twice_one(outputs):
+    twice = oa.MultiHeadAttention([HEAD, HEAD], outputs)
+    for kind in ("pairs", "constant"):
+        one, two = (oa.certify(m, X, radius=1e-2, kind=kind).value for m in (HEAD, twice))
+        assert two == pytest.approx(2.0 * one, rel=0.05)  # the part of A may be counted head by head
+        assert two >= 2.0 * one * (1 - 1e-9)
+    assert local_ball(twice, X, 1e-3).value == pytest.approx(2.0 * local_ball(HEAD, X, 1e-3).value, rel=1e-3)
