@@ -20,7 +20,10 @@ from typing import Protocol
 
 __all__ = ["AFFINE", "Expansion", "Taylor"]
 
-CELLS = (0.0, 0.1, 0.2, 0.32, 0.45, 0.6, 0.8, 1.0)
+CELLS = 20
+"""Cells of the integrals over s."""
+COARSE = 1e-2
+"""Third-order terms below this share of the second are bounded by one cell."""
 _UP = 1.0 + 1e-14
 _FAR = 1e50
 """Radii from which products would overflow."""
@@ -54,23 +57,21 @@ class Taylor:
     third: Callable[[float], float]
 
     def remainder(self, r: float, off: float = 0.0) -> float:
-        if not r < _FAR:
-            return float("inf")
-        return r * r * (0.5 * self._at(off) + r * self._integral(r, off, lambda t: (1.0 - t) ** 3 / 6.0)) * _UP
+        return r * r * self._sum(r, off, 0.5, lambda t: (1.0 - t) ** 3 / 6.0) if r < _FAR else float("inf")
 
     def growth(self, r: float, off: float = 0.0) -> float:
-        if not r < _FAR:
-            return float("inf")
-        return r * (self._at(off) + r * self._integral(r, off, lambda t: (1.0 - t) ** 2 / 2.0)) * _UP
+        return r * self._sum(r, off, 1.0, lambda t: (1.0 - t) ** 2 / 2.0) if r < _FAR else float("inf")
 
-    def _at(self, off: float) -> float:
-        return self.second + (off * self.third(off) if off > 0.0 else 0.0)
-
-    def _integral(self, r: float, off: float, weight: Callable[[float], float]) -> float:
-        """``sum over cells (weight(left) - weight(right)) D3(off + right r)``; the weight is minus its primitive."""
+    def _sum(self, r: float, off: float, share: float, weight: Callable[[float], float]) -> float:
+        """``share C + r sum over cells (weight(left) - weight(right)) D3(off + right r)``."""
         if r == 0.0:
             return 0.0
-        return sum((weight(s) - weight(t)) * self.third(off + t * r) for s, t in pairwise(CELLS))
+        second = share * (self.second + (off * self.third(off) if off > 0.0 else 0.0))
+        whole = r * weight(0.0) * self.third(off + r)
+        if whole > COARSE * second:
+            ends = [k / CELLS for k in range(CELLS + 1)]
+            whole = r * sum((weight(s) - weight(t)) * self.third(off + t * r) for s, t in pairwise(ends))
+        return (second + whole) * _UP
 
 
 AFFINE = Taylor(0.0, lambda r: 0.0)
