@@ -61,7 +61,17 @@ CHEAP = [
 ]
 DEAR = ["joint-biased-Ellipsoid", "pair-plain-Ball", "mean_field-plain-Ball-2.0", "mean_field-psd", "psd"]
 NEAR = ["second_order", "second_order/pairs"]
-QUANTITIES = ("lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs")
+QUANTITIES = (
+    "lipschitz",
+    "field",
+    "column_exponent",
+    "column_sum",
+    "self_entropy",
+    "row",
+    "covariance",
+    "local",
+    "pairs",
+)
 EVERY = {**FORMS, **RELAXED, **SEARCHED, **FLOATS}
 _made: dict[str, Bound] = {}
 
