@@ -282,6 +282,22 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.5,
             lambda: oa.relaxations.local_ball(g.attention(), g.points(), g.number(0.01, 0.1, 0.0)).value,
         ),
+        "certify": (
+            0.3,
+            lambda: (
+                oa.certify(
+                    g.attention(),
+                    g.points(),
+                    radius=g.number(0.01, 1e-4, 0.0),
+                    p=p(),
+                    kind=g.pick(("pairs", "constant", "all")),
+                ).value
+            ),
+        ),
+        "certified_radius": (
+            0.1,
+            lambda: oa.certified_radius(g.attention(), g.points(), factor=g.number(2.0, 1.1)).value,
+        ),
         "relaxations.mean_field": (
             0.05,
             lambda: oa.relaxations.mean_field(g.softmax(), radius=size["radius"](), p=p()).value,

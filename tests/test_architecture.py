@@ -78,6 +78,7 @@ STORIES = {
     "certificate": 1,
     "papers": 1,
     "constants": 2,
+    "near": 3,
     "local": 3,
     "upper": 3,
     "lower": 3,

@@ -187,6 +187,15 @@ class FeedForward(TokenwiseMap):
 
         return gated_jvp, gated_vjp
 
+    def as_perceptron(self) -> tuple[Array, Array, Array, Array, str, Array | None, Array | None]:
+        """``(U, b, W, c, activation, G, g)``, biases as arrays: what the expansions near given tokens need."""
+        h, e = len(self.up), len(self.down)
+        b, c, g = (
+            np.zeros(size) if bias is None else bias
+            for bias, size in ((self.up_bias, h), (self.down_bias, e), (self.gate_bias, h))
+        )
+        return self.up, b, self.down, c, self.activation, self.gate, None if self.gate is None else g
+
     def _jvp(self, x: Array, v: Array) -> Array:
         a, b = self._slopes(x)
         hidden = a * (v @ self.up.T)

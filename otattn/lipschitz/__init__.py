@@ -43,6 +43,7 @@ unnormalised          ``v sup(|h| + a |h'|)``                                :mo
 several heads         the best shares of a simplex                           :mod:`~otattn.lipschitz.upper.multi_head`
 whole blocks          products of the parts' constants on their regions      :mod:`~otattn.lipschitz.upper.blocks`
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
+stacks near tokens    ``||J|| + C r + ..``, norms of partial products at X   :mod:`~otattn.lipschitz.upper.second_order`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  =========================================
 
@@ -62,8 +63,9 @@ backward errors. ``verify(rigorous=True)`` (extra ``proof``) runs the same formu
 the constant of the map whose entries are the given floats, taken as exact numbers. Matrices are products of balls of 192 bits
 (:mod:`~otattn.lipschitz.arithmetic.balls`), an eigenvalue is confirmed by a factorisation whose residual is enclosed,
 scalars and cells are intervals that every operation rounds outward (:mod:`~otattn.lipschitz.arithmetic.intervals`; they trust
-numpy's exponentials to be right within 4 units in the last place). It is offered for every theorem but three, which say so:
-the ball around given tokens, the bound at one measure, and the published bound of L2 attention on all of R^d.
+numpy's exponentials to be right within 4 units in the last place). It is offered for every theorem but four, which say so:
+the ball around given tokens, the certificates of second order, the bound at one measure, and the published bound of L2
+attention on all of R^d.
 """
 
 from otattn.lipschitz import bounds, relaxations
@@ -78,6 +80,7 @@ from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
 from otattn.lipschitz.lower.best import adversarial_tokens, lipschitz_lower_bound
+from otattn.lipschitz.upper.second_order import certified_radius, certify
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 
 __all__ = [
@@ -94,6 +97,8 @@ __all__ = [
     "adversarial_tokens",
     "at_measure_bound",
     "bounds",
+    "certified_radius",
+    "certify",
     "depth_profile",
     "edit_stability",
     "enclose_lipschitz",

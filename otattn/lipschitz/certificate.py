@@ -25,7 +25,7 @@ from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
 from otattn.lipschitz.bound import Bound, Quantity
 from otattn.lipschitz.theorem import check_count
 
-__all__ = ["Certificate", "Statement", "certify", "dual_function", "multiplier", "problem_function"]
+__all__ = ["Certificate", "Statement", "certify", "certify_value", "dual_function", "multiplier", "problem_function"]
 
 Array = NDArray[np.float64]
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], Any]
@@ -244,6 +244,22 @@ def certify(
         solver_status=solver_status,
         solver_value=float(solver_value),
         residuals={"gap": value - float(solver_value), **(residuals or {})},
+    )
+
+
+def certify_value(
+    relaxation: str, *, statement: Statement, value: float, details: Mapping[str, Any] | None = None
+) -> Certificate:
+    """The certificate of a relaxation without multipliers, its value just evaluated."""
+    return certify(
+        relaxation,
+        statement=statement,
+        multipliers={},
+        solver="none",
+        solver_status="evaluated",
+        solver_value=value,
+        details=details,
+        proved=value,
     )
 
 

@@ -13,7 +13,7 @@ from otattn._files.saved import Saved
 from otattn.measures import DiscreteMeasure
 from otattn.measures.domains import Ball, Box, Ellipsoid, PointSet
 
-__all__ = ["NearTokens", "domain_contains"]
+__all__ = ["NearMeasure", "NearTokens", "domain_contains"]
 
 Array = NDArray[np.float64]
 
@@ -42,6 +42,30 @@ class NearTokens(Saved):
         return f"NearTokens(n={n}, d={d}, radius={self.radius:g})"
 
 
+@dataclass(frozen=True, eq=False)
+class NearMeasure:
+    """All measures of n equal atoms within ``radius`` of that of given tokens in W_2 (for sequences: place by place).
+
+    Attributes
+    ----------
+    points : ndarray (n, d)
+    radius : float
+        At least 0.
+    """
+
+    points: Array
+    radius: float
+
+    @property
+    def dim(self) -> int:
+        """Dimension d."""
+        return int(self.points.shape[1])
+
+    def __repr__(self) -> str:
+        n, d = self.points.shape
+        return f"NearMeasure(n={n}, d={d}, radius={self.radius:g})"
+
+
 def domain_contains(outer: Any, inner: Any) -> str | None:
     """Why ``outer`` is not known to contain ``inner``; None when it does, for the floats as exact numbers.
 
@@ -52,6 +76,10 @@ def domain_contains(outer: Any, inner: Any) -> str | None:
     if isinstance(outer, Box) and isinstance(inner, Box) and outer.dim == inner.dim:
         inside = (outer.lower <= inner.lower).all() and (inner.upper <= outer.upper).all()
         return None if inside else "its box does not contain the box"
+    if isinstance(outer, NearMeasure) and isinstance(inner, NearMeasure) and np.array_equal(outer.points, inner.points):
+        return (
+            None if inner.radius <= outer.radius else f"its radius is {outer.radius!r}, and {inner.radius!r} is wanted"
+        )
     points, reach = _extent(inner, outer.dim if isinstance(outer, Box) else 1)
     if isinstance(outer, Ball) and points is not None:
         room = Fraction(outer.radius) - Fraction(reach)
@@ -77,6 +105,7 @@ def _equal(outer: Any, inner: Any) -> bool:
         Box: ("lower", "upper"),
         PointSet: ("points",),
         NearTokens: ("points", "radius"),
+        NearMeasure: ("points", "radius"),
         DiscreteMeasure: ("points", "weights"),
     }
     if isinstance(outer, Ellipsoid):

@@ -37,9 +37,12 @@ __all__ = [
     "theorem",
 ]
 
-Quantity = Literal["lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local"]
+Quantity = Literal[
+    "lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs"
+]
 """What is bounded: the Lipschitz constant of F; ``sup ||V C A||``; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
-of one row; a covariance over an interval simplex; the local constant at one measure."""
+of one row; a covariance over an interval simplex; the local constant at one measure; how far the images of one measure
+and of others part."""
 Evaluation = Callable[..., Any]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from blocks import BLOCKS
 from lower import LOWER
 from measured import MEASURED, nearly_equal
+from near import NEAR
 from outcomes import Outcome
 from quantities import QUANTITIES
 from scalars import SCALARS, cancelling
@@ -21,7 +22,7 @@ import otattn as oa
 from otattn import lipschitz
 
 ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
-    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED
+    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED | NEAR
 )
 
 PROMISE = re.compile(
@@ -114,6 +115,7 @@ VARIANTS: dict[str, Callable[[np.random.Generator], Outcome]] = {
 
 RUNS = {
     "Domain.max_affine_norm, offsets that cancel": 60,
+    "certified_radius": 12,
     "stability_ratio, nearly equal tokens": 300,
     "Bound.rigorous_value": 4,
     "relaxations.rows_and_columns": 3,

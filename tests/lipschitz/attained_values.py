@@ -6,7 +6,7 @@ import numpy as np
 
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.containment import NearTokens
+from otattn.lipschitz.containment import NearMeasure, NearTokens
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
 STEP = 1e-20
@@ -33,7 +33,7 @@ def tokens(domain: object, n: int, dim: int, rng: np.random.Generator) -> np.nda
         return domain.lower + share * (domain.upper - domain.lower)
     if isinstance(domain, PointSet):
         return domain.points[rng.integers(0, len(domain.points), n)]
-    if isinstance(domain, NearTokens):
+    if isinstance(domain, NearTokens | NearMeasure):
         return domain.points + domain.radius * u
     assert isinstance(domain, DiscreteMeasure)
     return domain.points
@@ -102,6 +102,8 @@ def attained(bound: Bound, *, trials: int = 60) -> float:
         return max(_covariance(bound, rng) for _ in range(trials))
     if bound.quantity == "lipschitz" and bound.p != 2.0:
         return 0.0
+    if bound.quantity == "pairs":  # measures that tend to the given one along the top direction
+        return derivative(bound.attention, bound.domain.points)
     best, dim = 0.0, bound.attention.in_dim
     for _ in range(trials):
         n = int(rng.integers(2, 5)) if bound.n is None else min(bound.n, 12)

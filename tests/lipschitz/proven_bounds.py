@@ -26,7 +26,7 @@ from otattn.attention import (
     SoftmaxAttention,
     TransformerBlock,
 )
-from otattn.lipschitz import relaxations
+from otattn.lipschitz import certify, relaxations
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.upper.multi_head import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
@@ -195,4 +195,6 @@ def float_only() -> dict[str, Maker]:
         "local_ball-global": lambda: relaxations.local_ball(
             SOFTMAX, tokens, 0.5, global_bound=bounds.row_bound(SOFTMAX, radius=1.5, n=4)
         ),
+        "second_order": lambda: certify(BIASED, tokens, radius=0.02, kind="constant"),
+        "second_order/pairs": lambda: certify(BIASED, tokens, radius=0.02),
     }

@@ -24,11 +24,11 @@ from otattn.attention import (
     SoftmaxAttention,
 )
 from otattn.errors import CertificateError
-from otattn.lipschitz import certificate, relaxations
+from otattn.lipschitz import certificate, certify, relaxations
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Certificate
 from otattn.lipschitz.constants.simplex import IntervalSimplex
-from otattn.lipschitz.containment import NearTokens
+from otattn.lipschitz.containment import NearMeasure, NearTokens
 from otattn.lipschitz.theorem import THEOREMS
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
@@ -74,7 +74,18 @@ DEAR = [
     "mean_field-psd",
     "psd",
 ]
-QUANTITIES = ("lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local")
+NEAR = ["second_order", "second_order/pairs"]
+QUANTITIES = (
+    "lipschitz",
+    "field",
+    "column_exponent",
+    "column_sum",
+    "self_entropy",
+    "row",
+    "covariance",
+    "local",
+    "pairs",
+)
 EVERY = {**FORMS, **RELAXED, **SEARCHED, **FLOATS}
 _made: dict[str, Bound] = {}
 
@@ -109,6 +120,9 @@ def fresh(bound: Bound) -> float:
                 bound.attention, bound.domain.points, bound.domain.radius, global_bound=bound.options.get("global")
             )
         )
+    if name == "second_order":
+        kind = "pairs" if bound.quantity == "pairs" else "constant"
+        return float(certify(bound.attention, bound.domain.points, radius=bound.domain.radius, kind=kind))
     if name == "at_measure_bound":
         return float(bounds.at_measure_bound(bound.attention, bound.domain))
     function = getattr(bounds, name, None) or getattr(relaxations, name)
@@ -172,6 +186,9 @@ def domains(bound: Bound) -> Iterator[Any]:
         yield from (PointSet(1.01 * old.points), PointSet(old.points[:2]))
     if isinstance(old, NearTokens):
         yield from (NearTokens(old.points, 1.2 * old.radius), NearTokens(old.points * 1.5, old.radius))
+    if isinstance(old, NearMeasure):
+        yield from (NearMeasure(old.points, 1.2 * old.radius), NearMeasure(old.points * 1.5, old.radius))
+        yield from (NearMeasure(old.points, 0.5 * old.radius), NearMeasure(old.points[:2], old.radius))
     if isinstance(old, IntervalSimplex):
         yield from (
             IntervalSimplex(2.0 * old.points, old.lower, old.upper),
@@ -237,7 +254,7 @@ def test_every_closed_form_is_tampered_with() -> None:
 
 
 def test_every_relaxation_is_tampered_with() -> None:
-    quick = {made(name).relaxation for name in [*CHEAP, "local_ball"]}
+    quick = {made(name).relaxation for name in [*CHEAP, "local_ball", *NEAR]}
     assert quick | {name.split("-")[0] for name in DEAR} == set(certificate._DUAL_FUNCTIONS)
 
 
@@ -315,7 +332,7 @@ def tamper(name: str, *, rigorous: bool = False) -> None:
 
 
 @pytest.mark.parametrize("rigorous", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*CHEAP, "local_ball", "local_ball-global"])
+@pytest.mark.parametrize("name", [*CHEAP, "local_ball", "local_ball-global", *NEAR])
 def test_certificates(name: str, rigorous: bool) -> None:
     tamper(name, rigorous=rigorous)
 

@@ -4,6 +4,8 @@ For tokens X and every X' with ``|x'_i - x_i| <= rho``, ``||D_{X'} f||`` is at m
 
 - perturbation: ``||D_X f|| + || [b_ij] ||``, ``b_ij`` bounds of the norms of the blocks of
   ``D_{X'} f - D_X f``;
+- second order: Taylor's formula, ``||D_X f|| + C r + ..`` with ``r = sqrt(n) rho``, since the moved tokens are within r of X in
+  Frobenius norm (:mod:`otattn.lipschitz.near`): by far the sharpest near the tokens, useless far from them;
 - direct: Cauchy-Schwarz over the intervals in which the rows of P' lie (T2b with intervals);
 - global: a bound of the same map on a domain that contains the ball, when the caller has one. It must say of what it is a
   bound, and is verified with the certificate.
@@ -41,12 +43,16 @@ from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, top_eigenv
 from otattn.lipschitz.constants._interval_head import IntervalHead, Made, best_thresholds, interval_head
 from otattn.lipschitz.containment import NearTokens
 from otattn.lipschitz.hypotheses import every, order_two, single_heads
+from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
+from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
+from otattn.lipschitz.near.heads import heads_expansion
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
 __all__ = ["local_ball"]
 
 Array = NDArray[np.float64]
+_BRANCHES = ("perturbation", "second_order", "direct", "global")
 _DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
 
 
@@ -69,10 +75,10 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     -------
     Certificate
         Multipliers: the thresholds of the interval simplex bounds, ``values`` and ``keys`` ``(heads, n)``.
-        ``details`` hold ``perturbation``, ``direct``, ``global``, ``branch`` (the least of them),
-        ``local_value`` (attained at X) and ``local_upper``, what the perturbation branch starts from: the
-        same norm rounded outward for up to 2048 rows (or columns) of the Jacobian on the span of the heads,
-        the direct bound at X beyond. Costs n^3 operations and arrays of n^2 (d + e) numbers.
+        ``details`` hold ``perturbation``, ``second_order``, ``direct``, ``global``, ``branch`` (the least of them),
+        ``local_value`` (attained at X) and ``local_upper``, what the first two start from: the same norm rounded
+        outward, where a Gram matrix of at most 8192 rows (tokens times values on the span of the heads) proves
+        it; the direct bound at X beyond. Costs n^3 operations, arrays of n^2 (d + e) numbers and the Gram matrices.
 
     Raises
     ------
@@ -110,7 +116,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     parts = _parts(problem, multipliers)
     if np.isnan(parts["local_value"]):
         parts["local_value"] = _attained(attention, tokens)
-    branch = min(("perturbation", "direct", "global"), key=lambda name: parts[name])
+    branch = min(_BRANCHES, key=lambda name: parts[name])
     return certify(
         "local_ball",
         statement=statement,
@@ -168,7 +174,7 @@ def _reach(near: NearTokens) -> float:
 @dual_function("local_ball")
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     parts = _parts(problem, multipliers)
-    return min(parts[name] for name in ("perturbation", "direct", "global"))
+    return min(parts[name] for name in _BRANCHES)
 
 
 def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict[str, float]:
@@ -185,16 +191,30 @@ def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict
         at_center += still.direct(*still.spreads({name: np.zeros(n) for name in thresholds}), np.zeros(n))
     # the rounding of the logits is part of the intervals; what is left is that of a few norms and sums
     allowance = 1.0 + 64.0 * (n + problem["X"].shape[1]) * EPS
+    heads_here = [
+        head_at_tokens(still, None, A, made.a + made.small * float(np.linalg.norm(A)))
+        for still, A, made in zip(here, problem["A"], problem["made"], strict=True)
+    ]
     norm = _jacobian_norm(here)
+    if norm is None and fits(heads_here):
+        norm = jacobian_norm(heads_here)
     local = at_center if norm is None else norm[1]
     scale = float(problem["scale"])
     return {
         "perturbation": (local + spectral_norm_upper(change)) * allowance * scale,
+        "second_order": _second_order(heads_here, local, n, problem["rho"]) * allowance * scale,
         "direct": direct * allowance * scale,
         "global": float(problem["global"]),
         "local_upper": local * scale,
         "local_value": float("nan") if norm is None else norm[0] * scale,
     }
+
+
+def _second_order(heads: list[HeadAtTokens], local: float, n: int, rho: float) -> float:
+    if rho == 0.0 or not fits(heads):
+        return local if rho == 0.0 else float("inf")
+    expansion, _ = heads_expansion(heads)
+    return local + expansion.growth(rho * math.sqrt(n) * (1.0 + 4.0 * EPS))
 
 
 def _interval_heads(problem: Mapping[str, Any]) -> list[IntervalHead]:

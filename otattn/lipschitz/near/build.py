@@ -1,0 +1,196 @@
+"""The chain of an attention map at given tokens: softmax heads, token-wise maps, residuals and compositions of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn.attention import AttentionMap, Compose, Residual, TokenwiseMap
+from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_table
+from otattn.lipschitz.near.expansion import Expansion
+from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
+from otattn.lipschitz.near.heads import Heads, heads_at, heads_expansion, softmax_heads, turned
+from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms
+from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
+
+__all__ = ["chain_at", "why_not"]
+
+Array = NDArray[np.float64]
+Side = Array | None
+"""A matrix (d, d) on one side of a map, None for the identity."""
+
+
+def why_not(map: AttentionMap) -> str | None:
+    """Why a map has no chain; None when it has one."""
+    if isinstance(map, Compose):
+        return next((why for m in map.maps if (why := why_not(m)) is not None), None)
+    if isinstance(map, Residual):
+        return why_not(map.map)
+    if softmax_heads(map) or (isinstance(map, TokenwiseMap) and (hasattr(map, "gain") or perceptron(map) is not None)):
+        return None
+    return f"it is made of softmax heads, LayerNorm, RMSNorm, MLP, Residual and Compose, received {type(map).__name__}"
+
+
+def chain_at(map: AttentionMap, tokens: Array) -> Chain:
+    """The chain at tokens ``(n, d)``.
+
+    Up to :data:`~otattn.lipschitz.near.stack.DENSE` coordinates Jacobians are matrices and the norms of their products
+    proved; above, they are bounded with a stated probability, in coordinates chosen for the stack, but for that of
+    one attention map whose Gram matrix fits.
+    """
+    return _chain(_path(map, tokens), None, None)
+
+
+def _path(map: AttentionMap, x: Array) -> list[_Point]:
+    """The stages at the float tokens that enter them."""
+    out: list[_Point] = []
+    for m in _flat(map):
+        out.append(_Point.of(m, out[-1].image if out else x))
+    return out
+
+
+def _flat(map: AttentionMap) -> list[AttentionMap]:
+    return [part for m in map.maps for part in _flat(m)] if isinstance(map, Compose) else [map]
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """A stage at float tokens, before coordinates are chosen: its float image and Jacobian with their errors."""
+
+    map: AttentionMap
+    x: Array
+    image: Array
+    jacobian: Linear
+    jacobian_error: float
+    image_error: float
+    inner: tuple[_Point, ...] = ()
+    heads: Heads | None = None
+
+    @classmethod
+    def of(cls, map: AttentionMap, x: Array) -> _Point:
+        n, d = x.shape
+        if isinstance(map, Residual):
+            inner = tuple(_path(map.map, x))
+            image = np.asarray(x + map.scale * inner[-1].image)
+            return cls(map, x, image, *_residual(map.scale, x, image, inner), inner)
+        e = map.out_dim or d
+        small = n * max(d, e) <= DENSE
+        if isinstance(map, TokenwiseMap):
+            value, slope = tokenwise_errors(map, x)
+            return cls(map, x, map._map(x), _linear(map, x, small), slope, value)
+        found = heads_at(map, x)
+        image, lost = found.images()
+        if not small:
+            return cls(map, x, image, _linear(map, x, False), found.jacobian_error(), lost, (), found)
+        J, error = found.jacobian()
+        return cls(map, x, image, Linear(J, _product(J, n), _product(J.T, n), (n, d, e)), error, lost, (), found)
+
+    def expansion(self, left: Side, right: Side) -> Expansion:
+        """Of ``left f(right z)``."""
+        if self.inner:
+            return _Scaled(_chain(list(self.inner), left, right), getattr(self.map, "scale", 1.0))
+        if isinstance(self.map, TokenwiseMap):
+            return tokenwise_expansion(self.map, self.x, left, right)
+        assert self.heads is not None
+        return heads_expansion(turned(self.heads.heads, left, right))[0]
+
+    def stage(self, left: Side, right: Side) -> Stage:
+        """The stage ``left f(right z)``."""
+        a, b = _size(left), _size(right)
+        return Stage(self.jacobian, self.expansion(left, right), a * self.jacobian_error * b, a * self.image_error)
+
+
+def _size(M: Side) -> float:
+    return 1.0 if M is None else float(spectral_norm_upper(M))
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """The expansion of ``x + s g(x)`` from that of g."""
+
+    inner: Expansion
+    scale: float
+
+    def remainder(self, r: float, off: float = 0.0) -> float:
+        return abs(self.scale) * self.inner.remainder(r, off)
+
+    def growth(self, r: float, off: float = 0.0) -> float:
+        return abs(self.scale) * self.inner.growth(r, off)
+
+
+def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
+    """The chain of ``left f(right z)``."""
+    S = len(path)
+    parts = [p.jacobian for p in path]
+    if all(p.matrix is not None for p in parts) and left is None and right is None:
+        stages = [p.stage(None, None) for p in path]
+        return chain_of(stages, dense_norms(stages))
+    frames = frames_of(parts) if S > 1 else [PLAIN, PLAIN]
+    # the sides are the coordinates at the two ends, whose own turn is none
+    frames = [Frame(P_inverse=right, Q_inverse=right), *frames[1:-1], Frame(P=left, Q=left)]
+    stages = [p.stage(frames[a + 1].Q, frames[a].P_inverse) for a, p in enumerate(path)]
+    known: list[float | None] = [None] * S
+    plain = left is None and right is None
+    if plain and S == 1 and path[0].heads is not None and fits(path[0].heads.heads):
+        known[0] = jacobian_norm(path[0].heads.heads)[1]
+    norms = norm_table(parts, frames, known)
+    norms[0, 0] = norms[S, S] = 1.0
+    return chain_of(stages, norms, how="probabilistic" if known[0] is None else "proved")
+
+
+def _residual(s: float, x: Array, image: Array, inner: tuple[_Point, ...]) -> tuple[Linear, float, float]:
+    """The Jacobian, its error and that of the image."""
+    n, d = x.shape
+    parts = [p.jacobian for p in inner]
+    matrix: Array | None = None
+    lost = 0.0
+    if all(p.matrix is not None for p in parts):
+        matrix = np.eye(n * d)
+        for p in parts:
+            assert p.matrix is not None
+            size = float(norm_upper(p.matrix))
+            lost = lost * size + 4.0 * (len(matrix) + 8) * EPS * size * float(norm_upper(matrix))
+            matrix = p.matrix @ matrix
+        matrix = np.eye(n * d) + s * matrix
+        lost = abs(s) * lost + 4.0 * EPS * float(norm_upper(matrix))
+
+    def jvp(v: Array) -> Array:
+        w = v
+        for p in parts:
+            w = p.jvp(w)
+        return v + s * w
+
+    def vjp(g: Array) -> Array:
+        w = g
+        for p in reversed(parts):
+            w = p.vjp(w)
+        return g + s * w
+
+    slope, value = inner[0].jacobian_error, inner[0].image_error
+    S = len(parts)
+    if S > 1:  # the factors' own errors, telescoped with the norms of what is around them
+        chain = _chain(list(inner), None, None)
+        slopes = [t.jacobian_error + t.expansion.growth(e) for t, e in zip(chain.stages, chain.offs, strict=True)]
+        slope = float(sum(chain.norms[t + 1, S] * slopes[t] * chain.norms[0, t] for t in range(S)))
+        value = chain.image_error
+    lost += abs(s) * slope
+    error = abs(s) * value + 8.0 * EPS * (float(norm_upper(image)) + float(norm_upper(x)))
+    return Linear(matrix, jvp, vjp, (n, d, d)), lost, error
+
+
+def _linear(map: AttentionMap, x: Array, dense: bool) -> Linear:
+    J = map.jacobian(x)
+    n, d = x.shape
+    if dense:
+        M = J.to_dense()
+        return Linear(M, _product(M, n), _product(M.T, n), (n, d, J.e))
+    return Linear(None, J.jvp, J.vjp, (n, d, J.e))
+
+
+def _product(M: Array, n: int) -> Callable[[Array], Array]:
+    return lambda v: np.asarray(M @ v.ravel()).reshape(n, -1)

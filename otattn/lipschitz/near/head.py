@@ -1,0 +1,129 @@
+r"""One softmax head at given tokens: the floats that the bounds near them are made of, and how far these may be off.
+
+Row i of the head: weights ``P_ij``, values and keys from their means under the row, ``y_ij = v_j - sum_k P_ik v_k`` and
+``k_ij = A^T (x_j - sum_k P_ik x_k)``, the gradient ``g_i = A x_i + c`` of its logits, and the field ``F_i = sum_j P_ij y_ij
+k_ij^T``. A row sums over what it sees: a hidden token has weight 0.
+
+Every bound of this folder is proved in two steps. It is a norm of a matrix made of these numbers; the floats are
+taken as exact numbers and rounding in the norm is counted; and the floats are off by at most the errors below, which by the
+triangle inequality moves the norm by at most a sum of products of errors and sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn._linalg import norm_upper
+from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.constants._interval_head import IntervalHead
+
+__all__ = ["HeadAtTokens", "head_at_tokens", "rounding"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadAtTokens:
+    """The head ``W V`` at n tokens.
+
+    Attributes
+    ----------
+    P : (n, n)
+    y, k : (n, n, e), (n, n, d)
+        Centred values and keys of each row.
+    g : (n, d)
+    V : (e, d)
+    W : (D, e) or None
+        Output matrix, in exact floats; None is the identity.
+    field : (n, e, d)
+    dP, dy, dk, dg, dfield : (n, n) and (n,)
+        Bounds of the errors of P (entries), and of y, k, g, field (norms), row by row.
+    dV : float
+    a, v : float
+        Upper bounds of ``||A||`` and ``||V||``.
+    A : (d, d) or None
+        The form of the logits up to ``dA`` in Frobenius norm, where it is known.
+    """
+
+    P: Array
+    y: Array
+    k: Array
+    g: Array
+    V: Array
+    W: Array | None
+    field: Array
+    dP: Array
+    dy: Array
+    dk: Array
+    dg: Array
+    dfield: Array
+    dV: float
+    a: float
+    v: float
+    A: Array | None = None
+    dA: float = 0.0
+
+    @property
+    def n(self) -> int:
+        return len(self.P)
+
+    @property
+    def terms(self) -> int:
+        """Products in the longest sums, a generous count."""
+        return self.n + sum(self.V.shape) + 32
+
+    @cached_property
+    def sizes(self) -> tuple[Array, Array, Array]:
+        """Upper bounds of ``|g_i|``, ``|y_ij|``, ``|k_ij|``, errors included."""
+        up = 1.0 + 4.0 * self.terms * EPS
+        G = np.linalg.norm(self.g, axis=1) * up + self.dg
+        Y = np.linalg.norm(self.y, axis=2) * up + self.dy[:, None]
+        K = np.linalg.norm(self.k, axis=2) * up + self.dk[:, None]
+        return G, Y, K
+
+    @cached_property
+    def weights(self) -> Array:
+        """Upper bounds of the weights."""
+        return np.minimum(self.P + self.dP, 1.0)
+
+    @cached_property
+    def lost(self) -> Array:
+        """``|dP_i|_2`` row by row."""
+        return np.asarray(np.linalg.norm(self.dP, axis=1) * (1.0 + 4.0 * self.n * EPS))
+
+    @cached_property
+    def size_V(self) -> float:
+        return float(norm_upper(self.V))
+
+
+def head_at_tokens(head: IntervalHead, W: Array | None = None, A: Array | None = None, dA: float = 0.0) -> HeadAtTokens:
+    """The head of an :class:`IntervalHead` whose tokens do not move (rho = 0)."""
+    P, V, n = head.P, head.V, len(head.P)
+    terms = n + sum(V.shape) + 32
+    dP = np.maximum(head.high - P, P - head.low) * (1.0 + 4.0 * EPS)
+    moved = dP.sum(axis=1) * (1.0 + 2.0 * n * EPS)
+
+    def error(feature: Array, lost: float) -> Array:
+        # of the feature, of its mean by the weights, and of float sums
+        size = float(np.linalg.norm(feature, axis=1).max(initial=0.0)) * (1.0 + 4.0 * terms * EPS)
+        return np.asarray(2.0 * lost + moved * (size + lost) + 4.0 * terms * EPS * size)
+
+    y, k = head.centred(head.values), head.centred(head.keys)
+    dy, dk = error(head.values, head.dv), error(head.keys, head.dk)
+    field = np.swapaxes(P[:, :, None] * y, 1, 2) @ k
+    up = 1.0 + 4.0 * terms * EPS
+    Y, K = np.linalg.norm(y, axis=2) * up, np.linalg.norm(k, axis=2) * up
+    dfield = (dP * (Y + dy[:, None]) * (K + dk[:, None])).sum(axis=1)
+    dfield += (P * (dy[:, None] * (K + dk[:, None]) + Y * dk[:, None] + 4.0 * terms * EPS * Y * K)).sum(axis=1)
+    return HeadAtTokens(
+        P, y, k, head.g, V, W, field, dP, dy, dk, head.dg, dfield * up, head.lost, head.a, head.v, A, dA
+    )
+
+
+def rounding(heads: list[HeadAtTokens]) -> float:
+    """Relative error of a sum of products of at most eight floats, over the terms of the heads."""
+    return 16.0 * (sum(h.terms for h in heads) + 64) * EPS

@@ -1,0 +1,195 @@
+"""The softmax heads of an attention map at given tokens: the border to the attention maps, and the expansion of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
+from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn.attention.head import Head, heads_of
+from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.constants._interval_head import IntervalHead, Made, interval_head
+from otattn.lipschitz.near.expansion import Taylor
+from otattn.lipschitz.near.gram_hessian import Hessian, hessian_norm
+from otattn.lipschitz.near.gram_jacobian import LARGEST_PRODUCTS, fits
+from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
+from otattn.lipschitz.near.third_order import third_order
+
+__all__ = ["Heads", "heads_at", "heads_expansion", "softmax_heads", "turned"]
+
+Array = NDArray[np.float64]
+
+
+def softmax_heads(attention: Any) -> tuple[Head, ...]:
+    """The softmax heads whose sum a map is, masked or not; none for another map."""
+    heads = heads_of(attention)
+    return heads if all(isinstance(h.map, SoftmaxAttention) and not h.output_error for h in heads) else ()
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Softmax heads at tokens.
+
+    ``intervals`` are the heads with their values as they are; ``offset``, known up to
+    ``offset_error``, is what is added to their outputs: the map is ``sum_h W_h P_h v_h + offset``.
+    """
+
+    heads: list[HeadAtTokens]
+    intervals: list[IntervalHead]
+    offset: Array
+    offset_error: float
+
+    def images(self) -> tuple[Array, float]:
+        """The map at the tokens in float64, and a bound of its error."""
+        out, lost = np.zeros((self.heads[0].n, len(self.offset))) + self.offset, 0.0
+        for h, head in zip(self.heads, self.intervals, strict=True):
+            sizes = np.linalg.norm(head.values, axis=1) + head.dv
+            rows = h.dP @ sizes + head.dv + 4.0 * h.terms * EPS * (h.P @ sizes)
+            part = h.P @ head.values
+            out += part if h.W is None else part @ h.W.T
+            w = 1.0 if h.W is None else float(norm_upper(h.W))
+            lost += w * (float(norm_upper(rows)) + 4.0 * h.terms * EPS * float(norm_upper(part)))
+        lost += 8.0 * (len(self.heads) + 1) * EPS * float(norm_upper(out))
+        return out, lost + np.sqrt(len(out)) * self.offset_error
+
+    def jacobian(self) -> tuple[Array, float]:
+        """The matrix ``(n D, n d)`` and a bound of the norm of its error."""
+        n, d = self.heads[0].n, self.heads[0].g.shape[1]
+        J = np.zeros((n, len(self.offset), n, d))
+        rows = np.arange(n)
+        for h in self.heads:
+            V, y, F = (h.V, h.y, h.field) if h.W is None else (h.W @ h.V, h.y @ h.W.T, h.W @ h.field)
+            J += np.einsum("ij,ije,id->iejd", h.P, y, h.g, optimize=True) + np.einsum("ij,ed->iejd", h.P, V)
+            J[rows, :, rows] += F
+        return J.reshape(n * len(self.offset), n * d), self.jacobian_error()
+
+    def jacobian_error(self) -> float:
+        """A bound of the norm of what the errors of the floats and of the products add to the Jacobian."""
+        lost, rows = 0.0, np.arange(self.heads[0].n)
+        for h in self.heads:
+            G, Y, _ = h.sizes
+            change = h.dP * (h.v + Y * G[:, None]) + h.weights * (h.dV + (h.dy * G)[:, None] + Y * h.dg[:, None])
+            change += 8.0 * h.terms * EPS * h.weights * (h.size_V + Y * G[:, None])
+            change[rows, rows] += h.dfield + 8.0 * h.terms * EPS * np.linalg.norm(h.field, axis=(1, 2))
+            lost += (1.0 if h.W is None else float(norm_upper(h.W))) * float(spectral_norm_upper(change))
+        return lost * (1.0 + 8.0 * len(self.heads) * EPS)
+
+
+def heads_at(attention: Any, tokens: Array) -> Heads:
+    """The heads at float tokens ``(n, d)``."""
+    parts = softmax_heads(attention)
+    if not parts:
+        raise TypeError(f"attention must be made of softmax heads, received {type(attention).__name__}.")
+    n = len(tokens)
+    mask = np.tril(np.ones((n, n), dtype=bool)) if parts[0].causal else None
+    mean = tokens.mean(axis=0)
+    y = tokens - mean
+    sizes, width = np.linalg.norm(tokens, axis=1), float(np.linalg.norm(y, axis=1).max())
+    heads, intervals = [], []
+    offset: Any = 0.0
+    lost = 0.0
+    for head in parts:
+        W = head.output
+        small = 2.0 * (tokens.shape[1] + 8) * EPS  # products with tokens, twice over
+        # a map that runs on its factors has their product for A
+        form = 0.0 if head.factors is None else product_error(head.factors[1].T, head.factors[0])
+        made = Made(
+            sizes * (1.0 + small),
+            width * (1.0 + small) + 4.0 * EPS * float(sizes.max()),
+            small,
+            form,
+            0.0,
+            head.shift,
+        )
+        interval = interval_head(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
+        heads.append(head_at_tokens(interval, W, head.A, form))
+        intervals.append(interval)
+        value = head.V @ mean
+        value = value if head.map.value_bias is None else value + head.map.value_bias
+        offset = offset + (value if W is None else W @ value)
+        size = float(norm_upper(head.V)) * float(np.linalg.norm(mean)) + float(np.linalg.norm(value))
+        lost += 8.0 * (tokens.shape[1] + len(value) + 8) * EPS * size * (1.0 if W is None else float(norm_upper(W)))
+    bias = _output_bias(attention)
+    lost += 8.0 * len(parts) * EPS * float(np.linalg.norm(offset))
+    return Heads(heads, intervals, np.asarray(offset if bias is None else offset + bias), lost)
+
+
+def _output_bias(attention: Any) -> Array | None:
+    whole = attention.attention if isinstance(attention, MaskedAttention) else attention
+    return whole.output_bias if isinstance(whole, MultiHeadAttention) else None
+
+
+def turned(heads: list[HeadAtTokens], left: Array | None, right: Array | None) -> list[HeadAtTokens]:
+    """The heads of ``left f(right z)``: inputs ``z``, outputs on the left."""
+    out = []
+    for h in heads:
+        new = h if right is None else _on_the_right(h, right)
+        out.append(new if left is None else replace(new, W=left if h.W is None else left @ h.W))
+    return out
+
+
+def _on_the_right(h: HeadAtTokens, R: Array) -> HeadAtTokens:
+    assert h.A is not None
+    norm = float(spectral_norm_upper(R))
+    small = (
+        4.0 * (len(R) + 8) * EPS * float(norm_upper(R))
+    )  # rounding of a product with R, relative to the other factor
+    G, _, K = h.sizes
+    A, V = R.T @ h.A @ R, h.V @ R
+    dA, dV = norm**2 * h.dA + 4.0 * small * norm * float(norm_upper(h.A)), norm * h.dV + small * h.size_V
+    return replace(
+        h,
+        k=h.k @ R,
+        g=h.g @ R,
+        V=V,
+        field=h.field @ R,
+        dk=norm * h.dk + small * K.max(axis=1),
+        dg=norm * h.dg + small * G,
+        dfield=norm * h.dfield + small * np.linalg.norm(h.field, axis=(1, 2)),
+        dV=dV,
+        A=A,
+        dA=dA,
+        a=float(spectral_norm_upper(A)) + dA,
+        v=float(spectral_norm_upper(V)) + dV,
+    )
+
+
+def heads_expansion(heads: list[HeadAtTokens]) -> tuple[Taylor, dict[str, float]]:
+    """The expansion of the sum of the heads, and what its C is made of."""
+    hessian, shares = _second(heads)
+    thirds: list[Callable[[float], float]] = [third_order(h) for h in heads]
+    norms = [1.0 if h.W is None else float(spectral_norm_upper(h.W)) for h in heads]
+
+    def third(r: float) -> float:
+        return sum(w * D3(r) for w, D3 in zip(norms, thirds, strict=True)) * (1.0 + 1e-14)
+
+    return Taylor(hessian, third), shares
+
+
+def _second(heads: list[HeadAtTokens]) -> tuple[float, dict[str, float]]:
+    """C jointly where the Gram matrix is formed, and by Cauchy-Schwarz over the heads otherwise.
+
+    Beyond ``LARGEST_GRAM`` rows with a stated probability, as are the norms of such maps.
+
+    ``|sum_h W_h z_h| <= || [W_1 / w_1, ..] || (sum_h w_h^2 |z_h|^2)^{1/2}`` with ``w_h = ||W_h||``.
+    """
+    if fits(heads, LARGEST_PRODUCTS):
+        found = hessian_norm(heads)
+        return found.norm, _shares(found)
+    norms = [1.0 if h.W is None else float(spectral_norm_upper(h.W)) for h in heads]
+    scaled = [np.eye(len(h.V)) if h.W is None else h.W / max(w, 1e-300) for h, w in zip(heads, norms, strict=True)]
+    joint = float(spectral_norm_upper(np.concatenate(scaled, axis=1)))
+    total = 0.0
+    for h, w in zip(heads, norms, strict=True):
+        alone = [replace(h, W=None)]
+        total += (w * hessian_norm(alone).norm) ** 2 if fits(alone) else float("inf")
+    return joint * float(np.sqrt(total)) * (1.0 + 1e-14), {}
+
+
+def _shares(found: Hessian) -> dict[str, float]:
+    return {"others": found.others, "own": 2.0 * found.own, "both": found.both}

@@ -1,0 +1,222 @@
+r"""The third derivative of a softmax head over the ball ``|D|_F <= r`` around given tokens: ``|D^3 f [D, D, D]| <= D3(r) |D|^3``.
+
+**The derivative.** With the logits' derivatives ``t`` and ``2 m``, ``m_j = <A delta_i, delta_j>``, row i has
+
+``D^3 f_i = kappa_4(v, t, t, t) + 3 kappa_3(V delta, t, t) + 6 kappa_3(v, t, m) + 6 Cov(V delta, m)``,
+
+joint cumulants under the weights p of row i. Write ``t = a + b``: ``a`` is what delta_i does, ``|a_j| <= K_j |delta_i|`` with
+``K_j = |k_ij| + |g_i| |[i = j] - p_i|``, and ``b_j = <g_i, delta_j>`` for the other tokens. Contracted with a unit vector every
+cumulant is a polynomial in ``tau_j = |delta_j|`` once norms are taken. Its coefficients are worked out exactly where one token
+occurs alone, for there they cancel: ``kappa_4(w, b, b, b)`` has ``p w (1 - 6 p + 6 p^2) b^3`` in each token, not ``p w b^3``.
+
+**Without delta_i** (``_others``). Cubes ``tau_k^3`` and squares ``tau_k^2 sum_{j != k} ..`` give ``sum_k B_ik tau_k^2``, by
+``max_s (x s + y sqrt(1 - s^2)) = sqrt(x^2 + y^2)``; with ``sum tau^2 = 1`` the rows together are at most the largest column
+norm of B. Three different tokens: with the token of the largest weight of the row taken out, ``sum_k M_ik tau_k``,
+at most ``||M||``.
+
+**With delta_i** (``_own``). ``tau_i (c12 (1 - tau_i^2) + c21 tau_i sqrt(1 - tau_i^2) + c30 tau_i^2)``: c12 is the norm of a
+matrix of non-negative entries, bounded by ``max (Q z)_j / z_j`` for a positive z (Collatz, Wielandt), c21 that of a vector. The
+rows together are at most ``max_i lambda_max [[c12, c21/2], [c21/2, c30]]``.
+
+**At other tokens of the ball.** Centred logit changes are at most
+``E_ij = r sqrt((|k_ij| + G |[i=j] - P_ii|)^2 + G^2 sum_{k != i} ([k=j] - P_ik)^2)``, ``G = |g_i| + a r``. By Jensen
+``P' <= P e^E``, and ``P' >= P e^{-E} / sum_j P_ij e^{E_ij}``. Standard deviations: ``sd' <= e^{max E / 2} sd + v r``. Centred values
+move by ``V (delta_j - mean) - Cov(v, t)``, at most ``r (sqrt 2 v + sd_v (sd_k + G sqrt(max p)))``, keys likewise. Every bound is
+monotone in these.
+
+Rounding: sums of non-negative terms, whose relative error is counted; a difference keeps that of its first term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otattn._linalg import spectral_norm_upper
+from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.head import HeadAtTokens
+
+__all__ = ["ThirdOrder", "third_order"]
+
+Array = NDArray[np.float64]
+_WIDE = 50.0
+"""Logit changes from which nothing useful is known."""
+
+
+@dataclass(frozen=True, eq=False)
+class ThirdOrder:
+    """What ``D3(r)`` is made of: bounds of the weights ``(n, n)``, of ``|g|``, ``|y|``, ``|k|``, of the largest standard deviations
+    of values and keys ``(n,)``, and the norms of A and V.
+    """
+
+    low: Array
+    high: Array
+    G: Array
+    Y: Array
+    K: Array
+    sd_v: Array
+    sd_k: Array
+    a: float
+    v: float
+
+    def __call__(self, r: float) -> float:
+        """``D3(r)``, an upper bound."""
+        if r < 0.0 or not np.isfinite(r):
+            return float("inf")
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            moved = _Moved.by(self, r)
+            if moved is None:
+                return float("inf")
+            value = (moved.others() + moved.own()) * (1.0 + 64.0 * (len(self.G) + 16) * EPS)
+        return value if value == value else float("inf")
+
+
+def third_order(h: HeadAtTokens) -> ThirdOrder:
+    """``D3`` of a head, its output matrix left out."""
+    G, Y, K = h.sizes
+    up = 1.0 + 32.0 * h.terms * EPS
+    sd = []
+    for feature, lost in ((h.y, h.dy), (h.k, h.dk)):
+        root = np.sqrt(h.weights)[:, :, None] * feature
+        narrow = root.shape[2] <= root.shape[1]
+        gram = np.swapaxes(root, 1, 2) @ root if narrow else root @ np.swapaxes(root, 1, 2)
+        top = np.maximum(np.linalg.eigvalsh(gram)[:, -1], 0.0) + 16.0 * h.terms * EPS * np.trace(gram, axis1=1, axis2=2)
+        sd.append(np.sqrt(top) * up + lost * np.sqrt(h.weights.sum(axis=1)) * up)
+    low = np.maximum(h.P - h.dP, 0.0) * (1.0 - 4.0 * EPS)
+    return ThirdOrder(low, h.weights, G, Y, K, sd[0], sd[1], h.a, h.v)
+
+
+def _rest(x: Array) -> Array:
+    """``sum_{k != j} x_k`` row by row, rounded upward."""
+    return np.asarray(np.maximum(x.sum(axis=1, keepdims=True) * (1.0 + 4.0 * len(x) * EPS) - x, 0.0))
+
+
+def _norm(x: Array) -> Array:
+    return np.asarray(np.sqrt((x**2).sum(axis=1)))
+
+
+def _off(x: Array, z: Array) -> Array:
+    """Norm of the matrix ``x_j z_k``, j != k, row by row."""
+    both = (x**2).sum(axis=1) * (z**2).sum(axis=1) * (1.0 + 8.0 * len(x) * EPS)
+    return np.asarray(np.sqrt(np.maximum(both - (x**2 * z**2).sum(axis=1), 0.0)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Moved:
+    """The quantities of the proof over the ball of radius r."""
+
+    low: Array
+    p: Array
+    G: Array
+    Y: Array
+    K: Array
+    sd_v: Array
+    sd_k: Array
+    a: float
+    v: float
+
+    @classmethod
+    def by(cls, h: ThirdOrder, r: float) -> _Moved | None:
+        n = len(h.G)
+        G = h.G + h.a * r
+        here = np.eye(n)
+        own = np.maximum(np.abs(here - np.diag(h.high)[:, None]), np.abs(here - np.diag(h.low)[:, None]))
+        square = (h.high**2).sum(axis=1)[:, None] * (1.0 + 4.0 * n * EPS)
+        # sum over k != i of ([k = j] - P_ik)^2: for j != i it has the term (1 - P_ij)^2 in place of P_ij^2
+        others = square - np.diag(h.low)[:, None] ** 2 + (1.0 - here) * (1.0 - 2.0 * h.low + 2.0 * (h.high - h.low))
+        E = r * np.sqrt((h.K + G[:, None] * own) ** 2 + G[:, None] ** 2 * np.maximum(others, 0.0)) * (1.0 + 16.0 * EPS)
+        if not (E.max() < _WIDE):
+            return None
+        grown = h.high * np.exp(E)
+        p = np.minimum(grown, 1.0)
+        low = h.low * np.exp(-E) / np.maximum(grown.sum(axis=1), 1.0)[:, None] * (1.0 - 8.0 * n * EPS)
+        root = np.exp(0.5 * np.where(h.high > 0.0, E, 0.0).max(axis=1))
+        sd_v, sd_k = root * h.sd_v + h.v * r, root * h.sd_k + h.a * r
+        spread = sd_k + G * np.sqrt(p.max(axis=1))
+        Y = h.Y + (r * (np.sqrt(2.0) * h.v + sd_v * spread))[:, None]
+        K = h.K + (r * (np.sqrt(2.0) * h.a + sd_k * spread))[:, None]
+        return cls(low, p, G, Y, K, sd_v, sd_k, h.a, h.v)
+
+    def largest(self, *coefficients: float) -> Array:
+        """Largest absolute value of a polynomial of degree at most 2 over each ``[low, p]``."""
+        c0, c1, c2 = (*coefficients, 0.0, 0.0)[:3]
+        ends = [np.abs(c0 + c1 * x + c2 * x * x) for x in (self.low, self.p)]
+        out = np.maximum(*ends)
+        if c2 != 0.0 and 0.0 < -c1 / (2.0 * c2) < 1.0:
+            vertex = -c1 / (2.0 * c2)
+            inside = (self.low < vertex) & (vertex < self.p)
+            out = np.where(inside, np.maximum(out, abs(c0 - c1 * c1 / (4.0 * c2))), out)
+        return np.asarray(out + 8.0 * EPS)
+
+    def others(self) -> float:
+        """The terms without the row's own token."""
+        n = len(self.G)
+        p = np.where(np.eye(n, dtype=bool), 0.0, self.p)
+        v, Y, g = self.v, self.Y, self.G[:, None]
+        pY = p * Y
+        two = self.largest(1.0, -2.0)
+        P_rest, Y_rest = np.sqrt(_rest(p**2)), np.sqrt(_rest(pY**2))
+        B = 3.0 * v * g**2 * p * two * np.sqrt((1.0 - self.low) ** 2 + 9.0 * P_rest**2)
+        alone = pY * self.largest(1.0, -6.0, 6.0)
+        B += g**3 * np.sqrt(alone**2 + 9.0 * p**2 * (Y * self.largest(1.0, -4.0) * P_rest + two * Y_rest) ** 2)
+        rows, top = np.arange(n), p.argmax(axis=1)
+        rest, rest_Y = p.copy(), pY.copy()
+        rest[rows, top] = rest_Y[rows, top] = 0.0
+        pairs, pairs_Y, G = _off(rest, rest), _off(rest_Y, rest), self.G
+        M = (6.0 * v * G**2 * pairs)[:, None] * rest + (6.0 * G**3 * pairs)[:, None] * rest_Y
+        first = 18.0 * v * G**2 * pairs + 12.0 * G**3 * (0.5 * Y[rows, top] * pairs + pairs_Y)
+        M[rows, top] = first * p[rows, top]
+        return float(_norm(B.T).max(initial=0.0)) + float(spectral_norm_upper(M))
+
+    def own(self) -> float:
+        """The terms with the row's own token."""
+        n = len(self.G)
+        here = np.eye(n, dtype=bool)
+        a, v, Y, G = self.a, self.v, self.Y, self.G
+        self_p, self_low = np.diag(self.p).copy(), np.diag(self.low).copy()
+        K = self.K + G[:, None] * np.where(here, (1.0 - self_low)[:, None], self_p[:, None])
+        sd_k = self.sd_k + G * np.minimum(0.5, np.sqrt(self_p))
+        variance, both = (sd_k**2)[:, None], (self.sd_v * sd_k)[:, None]
+        widest = K.max(axis=1)[:, None]
+        pK, pYK = self.p * K, self.p * Y * K
+        cov = np.minimum(pYK.sum(axis=1), both[:, 0])
+        cov_rest, square_rest = np.minimum(_rest(pYK), both), np.minimum(_rest(pK * K), variance)
+        mixed_rest = np.minimum(_rest(pYK * K), widest * both)
+        less = 1.0 - self.low
+        p = np.where(here, 0.0, self.p)
+        g, mine, Ki, Yi = G[:, None], self_p[:, None], np.diag(K)[:, None], np.diag(Y)[:, None]
+        two = self.largest(1.0, -2.0)
+        c21 = 3.0 * v * np.maximum(K**2 * less, square_rest) + 6.0 * v * g * mine * (Ki + K) + 12.0 * v * a * mine
+        c21 += 6.0 * a * (Y * K * less + cov_rest) + 6.0 * a * g * mine * (Yi + Y)
+        c21 += 3.0 * g * (Y * K**2 * self.largest(1.0, -4.0) + mixed_rest + 2.0 * K * cov_rest + Y * square_rest)
+        cube = (pYK * K**2 * self.largest(1.0, -3.0) + 3.0 * pYK * square_rest).sum(axis=1)
+        c30 = np.minimum(cube, (widest**2 * both + 3.0 * both * variance)[:, 0])
+        c30 += 3.0 * v * self_p * np.maximum(np.diag(K) ** 2, variance[:, 0]) + 6.0 * v * a * self_p * (1.0 - self_low)
+        c30 += 6.0 * a * self_p * (np.diag(Y) * np.diag(K) + cov)
+        d = 6.0 * v * g * K * two + 6.0 * v * a * less + 6.0 * g * a * Y * two + 3.0 * v * g**2 * mine
+        d = p * (d + 3.0 * g**2 * (Y * K * self.largest(1.0, -5.0, 2.0) + two * cov_rest))
+        x = 6.0 * v * g * K + 3.0 * g**2 * Y * K + 6.0 * g * a * Y
+        c12 = _top_rows(p, d, x, 6.0 * v * a + 6.0 * G**2 * cov, 3.0 * g**2, Y, K)
+        c21_norm = _norm(p * c21)
+        return float((0.5 * (c12 + c30) + np.hypot(0.5 * (c12 - c30), 0.5 * c21_norm)).max(initial=0.0))
+
+
+def _top_rows(p: Array, d: Array, x: Array, c: Array, f: Array, Y: Array, K: Array) -> Array:
+    """Row by row the norm of ``Q = diag d + (p_j p_k (x_j + x_k + c + f (Y_j K_k + Y_k K_j)))_{j != k}``, from above."""
+    twice = p**2 * (2.0 * x + c[:, None] + 2.0 * f * Y * K)
+    size = float(np.max(d + twice, initial=0.0))
+    z = np.sqrt(d + twice) + 1e-3 * np.sqrt(size) + 1e-300
+
+    def times(z: Array) -> Array:
+        pz, xz, kz, yz = ((p * part * z).sum(axis=1, keepdims=True) for part in (1.0, x, K, Y))
+        whole = p * (x * pz + xz + c[:, None] * pz + f * (Y * kz + K * yz))
+        return np.asarray(d * z + np.maximum(whole * (1.0 + 8.0 * len(p) * EPS) - twice * z, 0.0))
+
+    best = np.full(len(p), np.inf)
+    for _ in range(6):
+        image = times(z)
+        best = np.minimum(best, (image / z).max(axis=1))
+        z = image / np.maximum(image.max(axis=1, keepdims=True), 1e-300) + 1e-4 * z / z.max(axis=1, keepdims=True)
+    return best
