@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("flint", reason="python-flint is needed for ball arithmetic")
 
 from otattn.errors import CertificateError
-from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic, orthonormal_rows, proves_psd
+from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic, orthonormal_columns, proves_psd
 from otattn.lipschitz.arithmetic.intervals import Interval
 
 
@@ -176,14 +176,14 @@ def gap(U: BallMatrix) -> float:
     return float(np.maximum(np.abs(rest.lo), np.abs(rest.hi)).max())
 
 
-def test_orthonormal_rows_span_what_was_given() -> None:
+def test_orthonormal_columns_span_what_was_given() -> None:
     rng = np.random.default_rng(8)
     for rows in (
         rng.standard_normal((3, 7)),
         np.array([[1.0, 1.0, 0.0], [1.0, 1.0 + 1e-9, 0.0]]),
         np.array([[1e-200, 0.0], [1e200, 1e200]]),
     ):
-        U = orthonormal_rows([rows[:1], rows[1:]])
+        U = orthonormal_columns([rows[:1], rows[1:]]).T
         assert U is not None
         assert gap(U) < 1e-25
         size = float(np.abs(rows).max())
@@ -197,7 +197,7 @@ def test_orthonormal_rows_span_what_was_given() -> None:
     "rows", [[[1.0, 2.0], [2.0, 4.0]], [[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]
 )
 def test_dependent_rows_have_no_basis(rows: list[list[float]]) -> None:
-    assert orthonormal_rows([np.array(rows)]) is None
+    assert orthonormal_columns([np.array(rows)]) is None
 
 
 # --- conversions

@@ -22,7 +22,7 @@ from otattn.attention.head import FLOATS, Arithmetic
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.intervals import Interval
 
-__all__ = ["BALLS", "BallMatrix", "arithmetic_of", "exact_arithmetic", "orthonormal_rows", "proves_psd"]
+__all__ = ["BALLS", "BallMatrix", "arithmetic_of", "exact_arithmetic", "orthonormal_columns", "proves_psd"]
 
 Array = NDArray[np.float64]
 
@@ -272,10 +272,10 @@ def _radii(M: BallMatrix) -> BallMatrix:
     return BallMatrix(_flint().arb_mat([[x.rad() for x in row] for row in M.balls.tolist()]))
 
 
-def orthonormal_rows(rows: Sequence[Array]) -> BallMatrix | None:
-    """``U (r, d)`` whose rows are an exactly orthonormal basis of the span of the given float rows.
+def orthonormal_columns(rows: Sequence[Array]) -> BallMatrix | None:
+    """``U (d, r)`` whose columns are an exactly orthonormal basis of the span of the given float rows.
 
-    ``U = L^{-1} M`` with ``M M^T = L L^T`` in balls. None when the rows are dependent to working precision.
+    ``U^T = L^{-1} M`` with ``M M^T = L L^T`` in balls. None when the rows are dependent to working precision.
     """
     flint = _flint()
     M = BallMatrix.exact(np.concatenate(rows))
@@ -292,7 +292,7 @@ def orthonormal_rows(rows: Sequence[Array]) -> BallMatrix | None:
         root = pivot.sqrt()
         for i in range(j, r):
             L[i][j] = column[i - j] / root
-    return BallMatrix(flint.arb_mat(L).solve(M.balls))
+    return BallMatrix(flint.arb_mat(L).solve(M.balls).transpose())
 
 
 def upper_end(x: Any) -> float:
@@ -341,12 +341,7 @@ def _unit(M: BallMatrix) -> Any:
     return None if top.is_zero() else flint.arb(2) ** _exponent(top)
 
 
-def _orthonormal_columns(rows: Sequence[Array]) -> BallMatrix | None:
-    U = orthonormal_rows(rows)
-    return None if U is None else U.T
-
-
-BALLS = Arithmetic(BallMatrix.exact, _orthonormal_columns)
+BALLS = Arithmetic(BallMatrix.exact, orthonormal_columns)
 """The arithmetic of heads whose matrices are balls."""
 
 

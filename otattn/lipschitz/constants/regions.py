@@ -23,6 +23,7 @@ from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import is_zero, least, product, top, up
 from otattn.lipschitz.constants.quadratic import balanced_minimum, column_exponent, max_norm_product, max_quadratic
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
+from otattn.measures.shape import enclosing_center
 
 __all__ = ["Region", "Seen", "largest_norm", "see"]
 
@@ -73,7 +74,7 @@ class Region:
                 f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}."
             )
         x = domain.points
-        b = _enclosing_center(x)
+        b = enclosing_center(x)
         z = lift(x) - b if exact else x - b
         sizes = np.sqrt((z * z).sum(axis=1)) if exact else np.linalg.norm(z, axis=1)
         # the differences were rounded once
@@ -346,16 +347,3 @@ def _affine_norm(B: Any, c: Any, R: Any) -> Any:
         )
         return up(unit * math.sqrt(square * (1.0 + 8.0 * (len(c) + 8) * _EPS)))
     return np.sqrt(max_quadratic(B.T @ B, 2.0 * (B.T @ c), R) + c @ c)
-
-
-def _enclosing_center(x: Array) -> Array:
-    """Centre of a nearly smallest enclosing ball (Badoiu-Clarkson steps; any centre is valid)."""
-    b = 0.5 * (x.min(axis=0) + x.max(axis=0))
-    best, radius = b, float(np.linalg.norm(x - b, axis=1).max())
-    for k in range(1, 200):
-        far = np.linalg.norm(x - b, axis=1)
-        i = int(far.argmax())
-        if far[i] < radius:
-            best, radius = b, float(far[i])
-        b = b + (x[i] - b) / (k + 1.0)
-    return np.asarray(best)
