@@ -94,7 +94,7 @@ GROUPS = (
         "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
         "constants/field 4 "
         "constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 constants/self_entropy 5 constants/simplex 4 "
-        "upper/multihead 4 constants/_interval_head 5 upper/near_tokens 5",
+        "upper/multihead 4 constants/moved_rows 5 upper/near_tokens 5",
         "tests/lipschitz/relaxations",
         "mutants local_attacked",
     ),

@@ -16,7 +16,7 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import see
 from otattn.lipschitz.constants.rows import _density_excess
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_head
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
 from otattn.lipschitz.constants.simplex import _dual as simplex_dual
 from otattn.lipschitz.constants.sum_of_heads import combine_heads
 from otattn.lipschitz.relaxations import interval_simplex
@@ -141,7 +141,7 @@ def test_forms_of_factors_that_cancel_are_held():
 @pytest.mark.parametrize(("alpha", "c"), [(1.0, 0.5), (-2.0, 1.0), (0.3, -2.0)])
 def test_the_logit_of_a_token_with_itself_is_met(alpha, c):
     """``g z >= nu g^2 - lam z^2 - const`` with ``g = alpha z + c`` in one dimension, with equality at some z."""
-    head = unit_head(SoftmaxAttention([[alpha]], [[1.0]], bias=[c]), Ball(1.0))
+    head = unit_numbers(SoftmaxAttention([[alpha]], [[1.0]], bias=[c]), Ball(1.0))
     nu, gap = (x.ravel() for x in np.meshgrid([-1.0, 0.0, 0.7, 5.0], [0.1, 1.0]))
     family = SelfLogit.build(head, nu, gap)
     square, linear = alpha - family.nu * alpha**2 + family.lam, c - 2.0 * family.nu * alpha * c
@@ -154,7 +154,7 @@ def test_the_least_stretch_is_proved():
     pytest.importorskip("flint", reason="python-flint is needed for ball arithmetic")
     with exact_arithmetic():
         for sizes in ((0.5, 0.3), (3.0, 2.0)):
-            low = least_stretch(unit_head(SoftmaxAttention(np.diag(sizes), np.eye(2)), Ball(1.0), exact=True))
+            low = least_stretch(unit_numbers(SoftmaxAttention(np.diag(sizes), np.eye(2)), Ball(1.0), exact=True))
             assert low <= min(sizes)
             assert low == pytest.approx(min(sizes), rel=1e-10)
 

@@ -19,7 +19,7 @@ from otattn.attention import (
 from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
-from otattn.lipschitz.constants.self_logit import unit_head
+from otattn.lipschitz.constants.self_logit import unit_numbers
 from otattn.lipschitz.upper.mean_field import _log_bound, _m4, _m4_applies
 from otattn.lipschitz.upper.rows_and_columns import _Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
@@ -128,7 +128,7 @@ def test_mean_field_of_low_order_holds_at_two_atoms(alpha, p):
 
 def test_a_form_near_a_semidefinite_one_moves_the_bound_by_its_distance():
     """``log T`` moves by at most ``2 |E|``, and by ``h (2 a |E| + |E|^2)`` in the second factor."""
-    head = unit_head(SoftmaxAttention([[2.0, 1e-15], [0.0, 1.0]], np.eye(2)), Ball(1.0))
+    head = unit_numbers(SoftmaxAttention([[2.0, 1e-15], [0.0, 1.0]], np.eye(2)), Ball(1.0))
     assert _m4_applies(head, 2.0)
     from otattn.lipschitz.constants.self_logit import psd_defect
 
@@ -142,7 +142,7 @@ def test_a_form_near_a_semidefinite_one_moves_the_bound_by_its_distance():
 @pytest.mark.parametrize("x", [1.0, 30.0, 600.0])
 def test_the_logarithm_of_a_bound_has_room_for_its_rounding(x):
     """Numbers of size x are rounded by multiples of ``2^-52 x``, a hundred of them in a sum over cells."""
-    head = unit_head(SoftmaxAttention([[1.0]], [[1.0]]), Ball(1.0))
+    head = unit_numbers(SoftmaxAttention([[1.0]], [[1.0]]), Ball(1.0))
     found = float(_log_bound(head, 1.0, x))
     with mp.workdps(40):
         exact = mp.log(mp.mpf(float(head.sigma)) + mp.mpf(float(head.v)) * mp.exp(mp.mpf(x)))

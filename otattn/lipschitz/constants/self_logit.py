@@ -49,13 +49,13 @@ from otattn.measures.domains import Ball, Domain
 
 __all__ = [
     "SelfLogit",
-    "UnitHead",
+    "UnitNumbers",
     "entropy_gap",
-    "head_of",
     "least_stretch",
+    "numbers_of",
     "psd_defect",
     "spread_region",
-    "unit_head",
+    "unit_numbers",
 ]
 
 Array = NDArray[np.float64]
@@ -64,8 +64,8 @@ _EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
-class UnitHead:
-    """A softmax head on the unit ball.
+class UnitNumbers:
+    """What the theorems read of a softmax head and its domain, scaled to the unit ball.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class UnitHead:
         return isinstance(self.A, BallMatrix)
 
 
-def unit_head(attention: Any, domain: Domain | float, *, exact: bool = False) -> UnitHead:
+def unit_numbers(attention: Any, domain: Domain | float, *, exact: bool = False) -> UnitNumbers:
     """The head of an unmasked :class:`SoftmaxAttention` with its tokens scaled to the unit ball.
 
     Every domain is enclosed by a ball: an ellipsoid ``E z + b`` by the ball of radius ``||E||`` around b, a box or a
@@ -133,7 +133,7 @@ def unit_head(attention: Any, domain: Domain | float, *, exact: bool = False) ->
         A, c = check.frozen(A), check.frozen(c)
     # two roundings in each entry of A, one in those of c
     rounded = 0.0 if exact else _EPS * (float(norm_upper(c)) + 4.0 * float(norm_upper(A)))
-    return UnitHead(
+    return UnitNumbers(
         A,
         c,
         a,
@@ -146,9 +146,9 @@ def unit_head(attention: Any, domain: Domain | float, *, exact: bool = False) ->
     )
 
 
-def head_of(statement: Statement) -> UnitHead:
+def numbers_of(statement: Statement) -> UnitNumbers:
     """The head of a certificate's statement."""
-    return unit_head(statement.attention, statement.domain, exact=statement.exact)
+    return unit_numbers(statement.attention, statement.domain, exact=statement.exact)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ class SelfLogit:
     const: Array
 
     @classmethod
-    def build(cls, head: UnitHead, nu: Array, gap: Array) -> SelfLogit:
+    def build(cls, head: UnitNumbers, nu: Array, gap: Array) -> SelfLogit:
         """The family at ``nu`` with ``lam = lambda_max(nu A^T A - S) + gap`` (``gap`` >= 0; ignored when c = 0).
 
         ``lam`` and ``const`` are floats; in exact arithmetic each pair is proved, raised where it must be.
@@ -196,7 +196,7 @@ class SelfLogit:
         const = const + 1e-12 * (np.abs(const) + np.abs(nu) * size**2) + loose
         return cls(nu.copy(), gap.copy(), lam + slack, const)._proved(head)
 
-    def _proved(self, head: UnitHead) -> SelfLogit:
+    def _proved(self, head: UnitNumbers) -> SelfLogit:
         """In exact arithmetic: ``lam |z|^2 + const + <g,z> - nu |g|^2 >= 0`` for every z, as a form in ``(z, 1)``."""
         if not head.exact:
             return self
@@ -224,13 +224,13 @@ class SelfLogit:
         return SelfLogit(self.nu, self.gap, lam, const)
 
     @classmethod
-    def of(cls, head: UnitHead, multipliers: Mapping[str, Array]) -> SelfLogit:
+    def of(cls, head: UnitNumbers, multipliers: Mapping[str, Array]) -> SelfLogit:
         """The family of stored multipliers ``nu`` and ``gap``."""
         nu = multiplier(multipliers, "nu", multipliers["nu"].shape)
         return cls.build(head, nu, multiplier(multipliers, "gap", nu.shape, sign=True))
 
     @classmethod
-    def default(cls, head: UnitHead, *, count: int = 200) -> SelfLogit:
+    def default(cls, head: UnitNumbers, *, count: int = 200) -> SelfLogit:
         """A geometric family of both signs of nu, pruned to the members that win somewhere on ``(|g|, |z|)``."""
         if head.a == 0.0:
             # g = c: <c, z> >= -|c| |z|, left to the trivial bound of `lower`
@@ -294,7 +294,7 @@ def entropy_gap(n: int) -> float:
     return w
 
 
-def spread_region(head: UnitHead, n: int, family: SelfLogit, edges: Array) -> tuple[Array, Array]:
+def spread_region(head: UnitNumbers, n: int, family: SelfLogit, edges: Array) -> tuple[Array, Array]:
     """Corners ``(gamma, spread)`` of what T7 allows, on the cells of ``|g| / top`` that ``edges`` bound.
 
     Every row of every configuration of n tokens has ``|g_i| <= gamma_k`` and ``tr C_i <= spread_k`` for one k;
@@ -315,7 +315,7 @@ def spread_region(head: UnitHead, n: int, family: SelfLogit, edges: Array) -> tu
     return gamma[front], spread[front]
 
 
-def least_stretch(head: UnitHead) -> float:
+def least_stretch(head: UnitNumbers) -> float:
     """A number at or below the least singular value of A."""
     A, a = mid(head.A), top(head.a)
     s = float(np.linalg.svd(A, compute_uv=False)[-1])
@@ -328,7 +328,7 @@ def least_stretch(head: UnitHead) -> float:
     return 0.0
 
 
-def psd_defect(head: UnitHead) -> float:
+def psd_defect(head: UnitNumbers) -> float:
     """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 and ``psd`` do not apply then)."""
     A, a = mid(head.A), top(head.a)
     skew = top(norm_upper(head.A - head.A.T)) / 2

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
-from otattn.lipschitz.constants._interval_head import IntervalHead
+from otattn.lipschitz.constants.moved_rows import MovedRows
 
 __all__ = ["HeadAtTokens", "head_at_tokens", "rounding"]
 
@@ -100,8 +100,8 @@ class HeadAtTokens:
         return float(norm_upper(self.V))
 
 
-def head_at_tokens(head: IntervalHead, W: Array | None = None, A: Array | None = None, dA: float = 0.0) -> HeadAtTokens:
-    """The head of an :class:`IntervalHead` whose tokens do not move (rho = 0)."""
+def head_at_tokens(head: MovedRows, W: Array | None = None, A: Array | None = None, dA: float = 0.0) -> HeadAtTokens:
+    """The head of an :class:`MovedRows` whose tokens do not move (rho = 0)."""
     P, V, n = head.P, head.V, len(head.P)
     terms = n + sum(V.shape) + 32
     dP = np.maximum(head.high - P, P - head.low) * (1.0 + 4.0 * EPS)

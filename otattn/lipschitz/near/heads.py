@@ -13,7 +13,7 @@ from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.head import Head, heads_of
 from otattn.lipschitz.constants._dual_quadratic import EPS
-from otattn.lipschitz.constants._interval_head import IntervalHead, Made, interval_head
+from otattn.lipschitz.constants.moved_rows import Made, MovedRows, moved_rows
 from otattn.lipschitz.near.expansion import Taylor
 from otattn.lipschitz.near.gram_hessian import Hessian, hessian_norm
 from otattn.lipschitz.near.gram_jacobian import LARGEST_PRODUCTS, fits
@@ -40,7 +40,7 @@ class Heads:
     """
 
     heads: list[HeadAtTokens]
-    intervals: list[IntervalHead]
+    intervals: list[MovedRows]
     offset: Array
     offset_error: float
 
@@ -106,7 +106,7 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
             0.0,
             head.shift,
         )
-        interval = interval_head(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
+        interval = moved_rows(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
         heads.append(head_at_tokens(interval, W, head.A, form))
         intervals.append(interval)
         value = head.V @ mean

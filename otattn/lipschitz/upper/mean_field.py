@@ -70,7 +70,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, least_stretch, psd_defect
+from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of, psd_defect
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
@@ -117,7 +117,7 @@ def _gain(B: Any) -> Any:
 class _Barycentre:
     """Cells of ``(r, q)``: ``|xbar| = r`` and ``|g(xbar)|`` at the fraction q between its least and largest value at r."""
 
-    head: UnitHead
+    head: UnitNumbers
     family: SelfLogit
     least: float
     """Lower bound of ``|A x| / |x|``."""
@@ -219,7 +219,7 @@ def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
     return family.join(SelfLogit.build(head, np.array([nu]), np.array([gap])))
 
 
-def _factor(head: UnitHead, p: float) -> Any:
+def _factor(head: UnitNumbers, p: float) -> Any:
     """``log sup w`` without the divergence: the closed form's (T6, T10)."""
     s1, s2 = _orders(p)
     return s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top))
@@ -235,7 +235,7 @@ class _Trial:
     at: Maximum | None = None
 
 
-def _trial(head: UnitHead, p: float, multipliers: Mapping[str, Array], tol: float) -> _Trial:
+def _trial(head: UnitNumbers, p: float, multipliers: Mapping[str, Array], tol: float) -> _Trial:
     """The theorem that gives the least bound at these multipliers, in float64."""
     if math.isinf(p):
         return _Trial("T10", 0.0)
@@ -251,11 +251,11 @@ def _trial(head: UnitHead, p: float, multipliers: Mapping[str, Array], tol: floa
     return replace(min(trials, key=lambda t: t.log_sum), field=field, at=at)
 
 
-def _m4_applies(head: UnitHead, p: float) -> bool:
+def _m4_applies(head: UnitNumbers, p: float) -> bool:
     return head.centred and p == 2 and math.isfinite(psd_defect(head))
 
 
-def _m4(head: UnitHead, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
+def _m4(head: UnitNumbers, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
     """M4's bound on cells, and what the distance of A to the PSD matrices adds."""
     h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
     defect = psd_defect(head)
@@ -264,7 +264,7 @@ def _m4(head: UnitHead, multipliers: Mapping[str, Array]) -> tuple[CellBound, fl
     return bound, 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
 
 
-def _log_bound(head: UnitHead, p: float, log_sum_T: Any) -> Any:
+def _log_bound(head: UnitNumbers, p: float, log_sum_T: Any) -> Any:
     """Logarithm of ``sigma + v (sup T)^{1/p}``."""
     if math.isinf(p):
         return log_sum(log(head.sigma), log(head.v) + 0.5 * np.log1p(np.square(head.top)))
@@ -274,7 +274,7 @@ def _log_bound(head: UnitHead, p: float, log_sum_T: Any) -> Any:
 
 @problem_function("mean_field")
 def _problem(statement: Statement) -> dict[str, Any]:
-    head = head_of(statement)
+    head = numbers_of(statement)
     if is_zero(head.v):
         raise ValueError("V must not be zero for mean_field.")
     target = number(statement.options, "target", least=-math.inf)
@@ -343,7 +343,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
-    head = head_of(statement)
+    head = numbers_of(statement)
     if head.v == 0.0:
         return trivial(statement)
     tol = 1e-3 if effort == "fast" else 1e-5

@@ -11,7 +11,7 @@ For tokens X and every X' with ``|x'_i - x_i| <= rho``, ``||D_{X'} f||`` is at m
   bound, and is verified with the certificate.
 
 The intervals, and the proofs of the block bounds, are in
-:mod:`otattn.lipschitz.constants._interval_head`. By the mean value inequality the result bounds
+:mod:`otattn.lipschitz.constants.moved_rows`. By the mean value inequality the result bounds
 ``|f(X') - f(X'')| / |X' - X''|`` on this convex set of configurations. For several heads the block bounds,
 and the direct bounds, add up.
 """
@@ -40,7 +40,7 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, top_eigenvalue, triangular
-from otattn.lipschitz.constants._interval_head import IntervalHead, Made, best_thresholds, interval_head
+from otattn.lipschitz.constants.moved_rows import Made, MovedRows, best_thresholds, moved_rows
 from otattn.lipschitz.containment import NearTokens
 from otattn.lipschitz.hypotheses import every, order_two, single_heads
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
@@ -94,7 +94,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
 
     References
     ----------
-    Our own theorem (local ball); the proofs are in the docstrings of this module and of ``_interval_head``.
+    Our own theorem (local ball); the proofs are in the docstrings of this module and of ``moved_rows``.
     """
     heads, _ = _heads(attention)
     dim = len(heads[0].A)
@@ -111,7 +111,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     options = {} if global_bound is None else {"global": global_bound}
     statement = Statement(attention, near, len(tokens), 2.0, options)
     problem = _data(statement)
-    found = [best_thresholds(head) for head in _interval_heads(problem)]
+    found = [best_thresholds(head) for head in _rows_of(problem)]
     multipliers = {name: np.stack([thresholds[name] for thresholds in found]) for name in ("values", "keys")}
     parts = _parts(problem, multipliers)
     if np.isnan(parts["local_value"]):
@@ -178,10 +178,10 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float
 
 
 def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict[str, float]:
-    heads = _interval_heads(problem)
+    heads = _rows_of(problem)
     n, H = len(problem["X"]), len(heads)
     thresholds = {name: multiplier(multipliers, name, (H, n), sign=True) for name in ("values", "keys")}
-    here = _interval_heads({**problem, "rho": 0.0})
+    here = _rows_of({**problem, "rho": 0.0})
     change, direct, at_center = np.zeros((n, n)), 0.0, 0.0
     for h, (head, still) in enumerate(zip(heads, here, strict=True)):
         spread = head.spreads({name: value[h] for name, value in thresholds.items()})
@@ -217,16 +217,16 @@ def _second_order(heads: list[HeadAtTokens], local: float, n: int, rho: float) -
     return local + expansion.growth(rho * math.sqrt(n) * (1.0 + 4.0 * EPS))
 
 
-def _interval_heads(problem: Mapping[str, Any]) -> list[IntervalHead]:
+def _rows_of(problem: Mapping[str, Any]) -> list[MovedRows]:
     n = len(problem["X"])
     mask = np.tril(np.ones((n, n), dtype=bool)) if problem["causal"] else None
     return [
-        interval_head(problem["X"], problem["Y"], A, V, c, problem["rho"], mask, made)
+        moved_rows(problem["X"], problem["Y"], A, V, c, problem["rho"], mask, made)
         for A, V, c, made in zip(problem["A"], problem["V"], problem["c"], problem["made"], strict=True)
     ]
 
 
-def _jacobian_norm(heads: list[IntervalHead]) -> tuple[float, float] | None:
+def _jacobian_norm(heads: list[MovedRows]) -> tuple[float, float] | None:
     """``||D_X f||`` and the same rounded outward; None when the matrix is too large."""
     n, e, d = len(heads[0].P), heads[0].values.shape[1], heads[0].g.shape[1]
     if n * min(e, d) > _DENSE_LIMIT:

@@ -85,7 +85,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import UnitHead, head_of, least_stretch, psd_defect, unit_head
+from otattn.lipschitz.constants.self_logit import UnitNumbers, least_stretch, numbers_of, psd_defect, unit_numbers
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
@@ -136,7 +136,7 @@ def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for psd, received {statement.p:g}.")
     n = check.count(statement.n, "n", least=2)
-    return {"head": head_of(statement), "n": n, "target": number(statement.options, "target", least=-math.inf)}
+    return {"head": numbers_of(statement), "n": n, "target": number(statement.options, "target", least=-math.inf)}
 
 
 @dual_function("psd", exact=True)
@@ -161,14 +161,14 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     return _bound(log_square, head, n, defect)
 
 
-def _bound(log_square: float, head: UnitHead, n: int, defect: float) -> Any:
+def _bound(log_square: float, head: UnitNumbers, n: int, defect: float) -> Any:
     """The bound that a proved maximum gives, outward."""
     a, log_value = head.a, lift(log_square) if head.exact else log_square
     whole = np.exp(0.5 * (log_value + (0.0 if head.exact else _MARGIN[0] + _MARGIN[1] * a**2)))
     return head.v * (whole + defect * (1 + 1e-12) * ((4 + 7 * a) * np.sqrt(lift(n) if head.exact else n) + 2 * a + 1))
 
 
-def _field_share(head: UnitHead) -> Any:
+def _field_share(head: UnitNumbers) -> Any:
     """``sup ||V C A|| / (||V|| tr C)``."""
     # a subnormal product has lost its digits
     if top(head.trace_sigma) <= 1e-290:
@@ -176,7 +176,7 @@ def _field_share(head: UnitHead) -> Any:
     return least(head.a, product(head.trace_sigma / head.v, 1 + 1e-14))
 
 
-def _fails(head: UnitHead) -> str | None:
+def _fails(head: UnitNumbers) -> str | None:
     """Why the head is none of this theorem."""
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return None
@@ -197,10 +197,10 @@ def _fails(head: UnitHead) -> str | None:
 
 
 def _semidefinite(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    return _fails(unit_head(attention, domain))
+    return _fails(unit_numbers(attention, domain))
 
 
-def _hypotheses(head: UnitHead) -> tuple[Any, float]:
+def _hypotheses(head: UnitNumbers) -> tuple[Any, float]:
     """``a`` over the least eigenvalue, and the distance of A to the PSD matrices, both outward."""
     why = _fails(head)
     if why is not None:
@@ -250,7 +250,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
-    head = head_of(statement)
+    head = numbers_of(statement)
     if head.v == 0.0 or (head.a == 0.0 and head.centred):
         # A = 0: the mean of the tokens, n times over
         return trivial(statement)

@@ -53,7 +53,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._options import integer, number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import SelfLogit, UnitHead, head_of, spread_region
+from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
@@ -270,7 +270,7 @@ def _search(rows: _Rows, tol: float) -> tuple[Maximum, _Search]:
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for rows_and_columns, received {statement.p:g}.")
-    head, n = head_of(statement), check.count(statement.n, "n")
+    head, n = numbers_of(statement), check.count(statement.n, "n")
     given = statement.options
     options = {"atoms": integer(given, "atoms", most=10_000), "target": number(given, "target", least=-math.inf)}
     return {"head": head, "n": n, **options}
@@ -278,7 +278,7 @@ def _problem(statement: Statement) -> dict[str, Any]:
 
 @dual_function("rows_and_columns", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
-    head: UnitHead = problem["head"]
+    head: UnitNumbers = problem["head"]
     if problem["n"] == 1:
         return head.v
     rows = _rows(problem, multipliers)
@@ -321,7 +321,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     deep = effort == "deep"
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
     statement = Statement(attention, domain, n, p)
-    head = head_of(statement)
+    head = numbers_of(statement)
     problem = {"head": head, "n": n, "atoms": atoms}
     if n == 1 or head.v == 0.0:
         return trivial(statement)

@@ -47,7 +47,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import UnitHead, head_of
+from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.rows_and_columns import column_sum
@@ -66,7 +66,7 @@ _LARGEST = 1e150
 class _Forms:
     """The quadratic forms in ``z = (x_1, x_2, 1)``, in units of ``unit`` (of the size of g)."""
 
-    def __init__(self, head: UnitHead) -> None:
+    def __init__(self, head: UnitNumbers) -> None:
         d = len(head.A)
         zero, one = np.zeros((d, d)), np.eye(d)
         self.unit = max(top(head.a), top(norm_upper(head.c)), 1e-300)  # a float, the unit of length of the gradients
@@ -154,7 +154,7 @@ def _maximum(family: _Family, unit: float, reach: float, tol: float) -> Maximum:
     return maximise(_cell_bound(family, unit), *_cover(unit, reach), tol=tol, max_cells=_CELLS)
 
 
-def _reach(head: UnitHead, forms: _Forms) -> float:
+def _reach(head: UnitNumbers, forms: _Forms) -> float:
     """No lead exceeds ``|g| |d|``."""
     return 2.0 * (1.0 + 1e-12) * max(top(head.top), 1e-300) / forms.unit
 
@@ -163,12 +163,12 @@ def _reach(head: UnitHead, forms: _Forms) -> float:
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0 or statement.n != 2:
         raise ValueError(f"n and p must be 2 for pair, received n = {statement.n}, p = {statement.p:g}.")
-    return {"head": head_of(statement), "target": number(statement.options, "target", least=-math.inf)}
+    return {"head": numbers_of(statement), "target": number(statement.options, "target", least=-math.inf)}
 
 
 @dual_function("two_tokens", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
-    head: UnitHead = problem["head"]
+    head: UnitNumbers = problem["head"]
     tau = multiplier(multipliers, "tau", multipliers["tau"].shape)
     if tau.ndim != 1 or tau.size == 0:
         raise ValueError(f"tau must be a vector, received shape {tau.shape}.")
@@ -182,7 +182,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     return _bound(lift(log_F) if head.exact else log_F, head, forms.unit)
 
 
-def _bound(log_F: Any, head: UnitHead, unit: float) -> Any:
+def _bound(log_F: Any, head: UnitNumbers, unit: float) -> Any:
     margin = 1.0 if head.exact else 1.0 + _MARGIN
     return head.v * (np.sqrt(column_sum(2, head.kappa)) + unit * np.exp(0.5 * log_F) * margin) * margin
 
@@ -243,7 +243,7 @@ def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, eff
     if effort not in ("fast", "deep"):
         raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
-    head = head_of(statement)
+    head = numbers_of(statement)
     if head.v == 0.0:
         return trivial(statement)
     deep = effort == "deep"

@@ -9,7 +9,7 @@ from relaxation_attacks import climb, in_ball
 from scipy.special import softmax, xlogy
 
 from otattn.attention import RotaryAttention, SoftmaxAttention
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_head
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
@@ -343,7 +343,7 @@ def test_displacements_are_below_the_cell_of_their_norms():
     for _ in range(10):
         d, n = int(rng.integers(1, 4)), int(rng.integers(2, 7))
         attention = some_head(rng, d)
-        head = unit_head(attention, 1.0)
+        head = unit_numbers(attention, 1.0)
         family = SelfLogit.default(head)
         multipliers = {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, 40)}
         search = _Search(_rows({"head": head, "n": n, "atoms": 60}, multipliers))
@@ -391,7 +391,7 @@ def test_column_functions_of_measures_are_below_m3_and_m4():
         size = np.linalg.norm(G, axis=1)
         y = int(rng.integers(c))
         log_k = G @ X[y] - logZ
-        head = unit_head(SoftmaxAttention(A, np.eye(d), bias=bias), 1.0)
+        head = unit_numbers(SoftmaxAttention(A, np.eye(d), bias=bias), 1.0)
         field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
         for s1, s2 in ((0.0, 1.0), (0.6, 0.4), (0.0, 2.0)):
             log_alpha = np.log(mu) + log_k + s1 * np.log1p(2 * size) + s2 * np.log1p(size**2 * lam)

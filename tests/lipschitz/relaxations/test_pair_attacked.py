@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 
 from otattn.attention import SoftmaxAttention
 from otattn.errors import CertificateError
-from otattn.lipschitz.constants.self_logit import unit_head
+from otattn.lipschitz.constants.self_logit import unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import two_tokens
 from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach
@@ -151,7 +151,7 @@ def test_boxes_around_configurations_hold_them(kind, monkeypatch):
     rng = np.random.default_rng(20 + KINDS.index(kind))
     A, c, V, R = instance(kind, rng, largest=30.0)
     attention = SoftmaxAttention(A, V, bias=c)
-    bound, head = two_tokens(attention, radius=R), unit_head(attention, R)
+    bound, head = two_tokens(attention, radius=R), unit_numbers(attention, R)
     forms = _Forms(head)
     wild = rng.normal(size=(30, 2)) * 4, rng.normal(size=30) * 4, np.exp(rng.normal(size=(30, 3)) - 1)
     stored = tuple(bound.multipliers[k] for k in ("nu", "tau", "w"))

@@ -7,14 +7,14 @@ import pytest
 from relaxation_attacks import FORMS, climb
 
 from otattn.attention import SoftmaxAttention
-from otattn.lipschitz.constants.self_logit import SelfLogit, unit_head
+from otattn.lipschitz.constants.self_logit import SelfLogit, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, _search, column_sum, rows_and_columns
 from otattn.measures import Ball, Ellipsoid
 
 
 def rows_of(A, n, *, atoms=80, edges=25):
-    head = unit_head(SoftmaxAttention(A, np.eye(len(A))), 1.0)
+    head = unit_numbers(SoftmaxAttention(A, np.eye(len(A))), 1.0)
     family = SelfLogit.default(head)
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, edges)}
     return _rows({"head": head, "n": n, "atoms": atoms}, multipliers)

@@ -10,7 +10,7 @@ from scipy.special import xlogy
 
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
-from otattn.lipschitz.constants.self_logit import SelfLogit, unit_head
+from otattn.lipschitz.constants.self_logit import SelfLogit, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
 from otattn.lipschitz.upper.mean_field import (
@@ -92,7 +92,7 @@ def test_the_column_identity_on_random_measures():
 def test_cells_dominate_their_points(name):
     rng = np.random.default_rng(1)
     A, V = FORMS[name]
-    head = unit_head(SoftmaxAttention(6.0 * A, V), 1.0)
+    head = unit_numbers(SoftmaxAttention(6.0 * A, V), 1.0)
     field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
     for bound in (field.m3(0.0, 1.0), field.m3(0.6, 0.4), _m4_bound(6.0, 6.0, 0.3)):
         lo = 0.9 * rng.random((2, 200))
@@ -108,7 +108,7 @@ def test_the_exponent_bounds_every_barycentre(name):
     """No point of the ball has more than what the cells of ``(|x|, |g|)`` allow."""
     rng = np.random.default_rng(2)
     A, V = FORMS[name]
-    head = unit_head(SoftmaxAttention(5.0 * A, V), 1.0)
+    head = unit_numbers(SoftmaxAttention(5.0 * A, V), 1.0)
     field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
     x = rng.normal(size=(4000, len(A)))
     x *= rng.random((4000, 1)) ** (1 / len(A)) / np.linalg.norm(x, axis=1, keepdims=True)

@@ -8,7 +8,7 @@ import pytest
 from relaxation_attacks import FORMS, climb, in_ball
 
 from otattn.attention import MaskedAttention, SoftmaxAttention
-from otattn.lipschitz.constants.self_logit import unit_head
+from otattn.lipschitz.constants.self_logit import unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import two_tokens
 from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach, _share
@@ -42,7 +42,7 @@ def test_the_rows_are_those_of_the_jacobian():
 def test_any_multipliers_bound_the_quadratic_form(attention):
     """Wild multipliers included: what they miss is added."""
     rng = np.random.default_rng(1)
-    head = unit_head(attention, 1.0)
+    head = unit_numbers(attention, 1.0)
     forms = _Forms(head)
     nu, tau = rng.normal(size=(40, 2)) * 3, rng.normal(size=40)
     family = _Family(forms, nu, tau, np.exp(rng.normal(size=(40, 3))))
@@ -62,7 +62,7 @@ def test_the_field_part_is_never_exceeded(name):
     rng = np.random.default_rng(2)
     A, V = FORMS[name]
     bound = two_tokens(SoftmaxAttention(7.0 * A, V), radius=1.0)
-    head = unit_head(SoftmaxAttention(7.0 * A, V), 1.0)
+    head = unit_numbers(SoftmaxAttention(7.0 * A, V), 1.0)
     forms = _Forms(head)
     family = _Family(forms, bound.multipliers["nu"], bound.multipliers["tau"], bound.multipliers["w"])
     F = math.exp(_maximum(family, forms.unit, _reach(head, forms), 4e-2).value) * forms.unit**2

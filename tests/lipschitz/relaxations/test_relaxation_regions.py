@@ -10,7 +10,7 @@ from scipy.special import lambertw
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz.constants.cells import HOPELESS, boxes, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap, spread_region, unit_head
+from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap, spread_region, unit_numbers
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
 
 
@@ -26,7 +26,7 @@ def sampled(head, count, rng):
 def test_self_logits_are_bounded_from_below_everywhere(name, bias):
     A, V = FORMS[name]
     rng = np.random.default_rng(0)
-    head = unit_head(SoftmaxAttention(6.0 * A, V, bias=bias * 3.0 * rng.standard_normal(len(A))), 1.0)
+    head = unit_numbers(SoftmaxAttention(6.0 * A, V, bias=bias * 3.0 * rng.standard_normal(len(A))), 1.0)
     family = SelfLogit.default(head)
     _, r, g, self_logit = sampled(head, 4000, rng)
     assert (g <= head.top).all()
@@ -44,11 +44,11 @@ def test_self_logits_are_bounded_from_below_everywhere(name, bias):
 def test_the_lower_bound_is_sharp_where_it_is_known():
     g = np.linspace(0, 5, 11)
     for sign in (1.0, -1.0):
-        head = unit_head(SoftmaxAttention(sign * 5.0 * np.eye(3), np.eye(3)), 1.0)
+        head = unit_numbers(SoftmaxAttention(sign * 5.0 * np.eye(3), np.eye(3)), 1.0)
         np.testing.assert_allclose(SelfLogit.default(head).lower(g, g, g / 5, g / 5), sign * g**2 / 5, atol=1e-3)
     # generic 2 x 2: the exact minimum over a fine polar grid (S2 is an exact dual; the family's nu are 4 percent apart)
     A = np.array([[1.0, 0.6], [-0.4, 0.3]])
-    head = unit_head(SoftmaxAttention(A, np.eye(2)), 1.0)
+    head = unit_numbers(SoftmaxAttention(A, np.eye(2)), 1.0)
     angle, radius = np.meshgrid(np.linspace(0, np.pi, 2001), np.linspace(0, 1, 401))
     z = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).reshape(-1, 2)
     size, value = np.linalg.norm(z @ A.T, axis=1), np.einsum("ki,ij,kj->k", z, A.T, z)
@@ -75,7 +75,7 @@ def test_every_row_lies_in_the_region(name):
     rng = np.random.default_rng(1)
     for n, a, bias in ((1, 3.0, 0.0), (2, 8.0, 0.0), (5, 20.0, 1.0), (30, 60.0, 0.0)):
         attention = SoftmaxAttention(a * A, V, bias=bias * rng.standard_normal(len(A)))
-        head = unit_head(attention, 1.0)
+        head = unit_numbers(attention, 1.0)
         gamma, spread = spread_region(head, n, SelfLogit.default(head), np.linspace(0, 1, 101))
         for _ in range(40):
             X = sampled(head, n, rng)[0]
@@ -92,18 +92,18 @@ def test_every_row_lies_in_the_region(name):
 
 def test_the_region_of_the_identity_closes_and_that_of_its_negative_does_not():
     edges = np.linspace(0, 1, 201)
-    head = unit_head(SoftmaxAttention(100 * np.eye(2), np.eye(2)), 1.0)
+    head = unit_numbers(SoftmaxAttention(100 * np.eye(2), np.eye(2)), 1.0)
     gamma, spread = spread_region(head, 8, SelfLogit.default(head), edges)
     # |g|^2 lam = a^2 (r^2 - (r^2 - tau/a)^2), at most a^2 / 4 + a tau; the cells cost a few percent
     assert (gamma**2 * spread).max() == pytest.approx(100**2 / 4 + 100 * entropy_gap(8), rel=0.05)
-    head = unit_head(SoftmaxAttention(-100 * np.eye(2), np.eye(2)), 1.0)
+    head = unit_numbers(SoftmaxAttention(-100 * np.eye(2), np.eye(2)), 1.0)
     gamma, spread = spread_region(head, 8, SelfLogit.default(head), edges)
     assert gamma.size == 1
     assert spread[0] == 1.0
 
 
 def test_finer_edges_never_loosen_the_region():
-    head = unit_head(SoftmaxAttention(30 * FORMS["generic"][0], np.eye(3)), 1.0)
+    head = unit_numbers(SoftmaxAttention(30 * FORMS["generic"][0], np.eye(3)), 1.0)
     family = SelfLogit.default(head)
     g = np.linspace(0, head.top, 300)
 
@@ -118,8 +118,8 @@ def test_finer_edges_never_loosen_the_region():
 
 def test_units_are_those_of_the_ball():
     A, V = FORMS["generic"]
-    one = unit_head(SoftmaxAttention(3 * A, V), 2.0)
-    other = unit_head(SoftmaxAttention(3e6 * A, V * 1e-6), 2e-3)
+    one = unit_numbers(SoftmaxAttention(3 * A, V), 2.0)
+    other = unit_numbers(SoftmaxAttention(3e6 * A, V * 1e-6), 2e-3)
     assert one.a == pytest.approx(12.0)
     np.testing.assert_allclose(one.A, other.A, rtol=1e-12)
     assert other.sigma == pytest.approx(one.sigma * 1e-6, rel=1e-9)
@@ -136,7 +136,7 @@ def test_other_domains_are_centred(kind):
         "box": Box([0.0, 1.0, 2.0], [1.0, 3.0, 2.5]),
         "points": PointSet(rng.standard_normal((6, 3)) + 4.0),
     }[kind]
-    head = unit_head(attention, domain)
+    head = unit_numbers(attention, domain)
     X = domain.sample(50, rng)
     assert np.linalg.norm((X @ A.T + attention.bias), axis=1).max() > 0
     # softmax rows seen from the unit ball: the same attention matrix
@@ -164,11 +164,11 @@ def test_other_domains_are_centred(kind):
 )
 def test_what_has_no_region_is_refused(attention, domain):
     with pytest.raises(ValueError, match="must"):
-        unit_head(attention, domain)
+        unit_numbers(attention, domain)
 
 
 def test_tampered_multipliers_are_refused():
-    head = unit_head(SoftmaxAttention(np.eye(2), np.eye(2), bias=[1.0, 0.0]), 1.0)
+    head = unit_numbers(SoftmaxAttention(np.eye(2), np.eye(2), bias=[1.0, 0.0]), 1.0)
     with pytest.raises(CertificateError, match="gap"):
         SelfLogit.of(head, {"nu": np.ones(2), "gap": np.array([0.1, -0.1])})
     with pytest.raises(CertificateError, match="nu"):

@@ -40,7 +40,7 @@ from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants.simplex import threshold_bounds
 
-__all__ = ["IntervalHead", "Made", "best_thresholds", "interval_head"]
+__all__ = ["Made", "MovedRows", "best_thresholds", "moved_rows"]
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -65,7 +65,7 @@ class Made:
 
 
 @dataclass(frozen=True, eq=False)
-class IntervalHead:
+class MovedRows:
     """Rows of P with intervals, tokens, queries, values, keys (each ``(n, .)``), the norms of A and V.
 
     ``query (n,)`` bounds ``|g'_i|``, and ``dg (n,)``, ``dv``, ``dk`` how far queries, values and keys are from these,
@@ -177,9 +177,9 @@ class IntervalHead:
         return np.asarray(out)
 
 
-def interval_head(
+def moved_rows(
     X: Array, y: Array, A: Array, V: Array, c: Array, rho: float, mask: Mask | None, made: Made
-) -> IntervalHead:
+) -> MovedRows:
     """The head at tokens X, y measured from their mean, with its intervals; ``mask[i, j]``: row i sees token j."""
     n = len(X)  # logits change by a constant a row, values and keys by constants, when tokens are measured from a point
     g = X @ A.T + c
@@ -210,10 +210,10 @@ def interval_head(
     high = np.where(seen, np.minimum(high * (1 + 4 * n * EPS) + TINY, 1.0), 0.0)
     low, high = np.minimum(low, P), np.maximum(high, P)
     dg, dv, dk = a * rho + lost_g, v * rho + lost_v, a * rho + lost_k
-    return IntervalHead(P, low, high, y, g, values, keys, V, a, v, G, dg, dv, dk, made.small * size_v + made.v)
+    return MovedRows(P, low, high, y, g, values, keys, V, a, v, G, dg, dv, dk, made.small * size_v + made.v)
 
 
-def best_thresholds(head: IntervalHead) -> dict[str, Array]:
+def best_thresholds(head: MovedRows) -> dict[str, Array]:
     """For each row the best of a few thresholds of the interval simplex bound (any threshold is valid)."""
     out = {}
     for name, feature in (("values", head.values), ("keys", head.keys)):
