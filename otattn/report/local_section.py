@@ -17,7 +17,7 @@ __all__ = ["local_section"]
 
 
 def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGrowth]:
-    """Particle and splitting parts for the first n tokens of each window, exponents, and B1 at the same radius."""
+    """Particle and splitting parts for the first n tokens of each window, exponents, and the published bound at the same radius."""
     length = layer.hidden_states.shape[1]
     sizes = [n for n in (8, 16, 32, 64, 128) if n <= length] or [length]
     parts = []

@@ -20,7 +20,7 @@ from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.constants.self_logit import unit_numbers
-from otattn.lipschitz.upper.mean_field import _log_bound, _m4, _m4_applies
+from otattn.lipschitz.upper.mean_field import _covariance, _covariance_applies, _log_bound
 from otattn.lipschitz.upper.rows_and_columns import _Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
 from otattn.lipschitz.upper.unnormalised import _suprema
@@ -129,13 +129,13 @@ def test_mean_field_of_low_order_holds_at_two_atoms(alpha, p):
 def test_a_form_near_a_semidefinite_one_moves_the_bound_by_its_distance():
     """``log T`` moves by at most ``2 |E|``, and by ``h (2 a |E| + |E|^2)`` in the second factor."""
     head = unit_numbers(SoftmaxAttention([[2.0, 1e-15], [0.0, 1.0]], np.eye(2)), Ball(1.0))
-    assert _m4_applies(head, 2.0)
+    assert _covariance_applies(head, 2.0)
     from otattn.lipschitz.constants.self_logit import psd_defect
 
     apart, a = psd_defect(head), float(upper(head.a))
     assert apart > 0.0
     for h in (1e-3, 0.1, 1.0, 10.0):
-        _, loose = _m4(head, {"h": np.array([h])})
+        _, loose = _covariance(head, {"h": np.array([h])})
         assert loose >= 2.0 * apart + h * (2.0 * a * apart + apart**2)
 
 

@@ -286,7 +286,20 @@ def altered_options(bound: Certificate) -> Iterator[tuple[str, dict[str, Any]]]:
     """One option at a time."""
     for key, value in bound.options.items():
         yield f"{key} missing", {k: v for k, v in bound.options.items() if k != key}
-        others: list[Any] = [None, math.nan, math.inf, -math.inf, "M3", "M4", "T6", 0, 1, 2.5, 1e9, -5.0]
+        others: list[Any] = [
+            None,
+            math.nan,
+            math.inf,
+            -math.inf,
+            "entropy",
+            "covariance",
+            "plain",
+            0,
+            1,
+            2.5,
+            1e9,
+            -5.0,
+        ]
         if isinstance(value, (int, float)):
             others += [value - 0.5, 0.9 * value, 2 * value, -value]
         if isinstance(value, tuple):
@@ -369,7 +382,9 @@ def test_certificates_of_searches(name: str) -> None:
         if other.verify():
             true(other)
     # what one branch of a theorem does not use may be anything; it proves nothing smaller
-    unused = {"h"} if bound.options.get("branch") == "M3" else {"nu", "gap"} if "branch" in bound.options else set()
+    unused = (
+        {"h"} if bound.options.get("branch") == "entropy" else {"nu", "gap"} if "branch" in bound.options else set()
+    )
     for key, value in bound.multipliers.items():
         for broken in (value * math.nan, value.ravel()[:-1] if value.size > 1 else value * math.inf, "text", None):
             other = replace(bound, multipliers={**bound.multipliers, key: broken})

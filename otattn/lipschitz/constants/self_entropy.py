@@ -18,7 +18,7 @@ coordinate).
 
 Row constant: with ``B_j = I + (x_j - m) g^T`` the operator ``eps -> sum_j P_j B_j eps_j`` has norm at most
 
-- ``phi(t)``, t = R max|g| (T3; R the radius of a ball around the domain);
+- ``phi(t)``, t = R max|g| (R the radius of a ball around the domain);
 - ``sqrt(1 + W)``: Cauchy-Schwarz, ``sum_j P_j B_j B_j^T = I + |g|^2 C`` and
   ``sum_j P_j |eps_j|^2 <= |eps|^2``;
 - ``1 + sqrt(W / 2)``: for centred ``s_j = <u, x_j - m>``, ``sum_j P_j^2 s_j^2 <= sum_j P_j s_j^2 / 2``. If

@@ -4,7 +4,7 @@ Everything is scaled to the unit ball: tokens are ``x = center + R z`` with ``|z
 ``g(z) = A z + c`` (a shift of all tokens only changes the vector c, up to terms that the softmax cancels), and
 ``a = ||A||`` is the dimensionless ``||A|| R^2`` of the closed forms.
 
-**S2, extended to biases.** For every real nu, every ``lam > lambda_max(nu A^T A - S)`` with ``S = (A + A^T)/2``, and
+**The self-logit inequality.** For every real nu, every ``lam > lambda_max(nu A^T A - S)`` with ``S = (A + A^T)/2``, and
 every z, with ``b = c - 2 nu A^T c``,
 
 .. math:: \langle g(z), z\rangle \;\ge\; \nu |g(z)|^2 - \lambda |z|^2 - \nu |c|^2
@@ -14,7 +14,7 @@ Proof: ``<g,z> - nu |g|^2 + lam |z|^2 = z^T (S - nu A^T A + lam I) z + b^T z - n
 its minimum is attained at ``-(...)^{-1} b / 2``. (For c = 0, ``lam = lambda_max`` itself is allowed.) The bound is
 affine in ``|g|^2`` and in ``|z|^2``, so its minimum over a cell ``|g| in [g0, g1], |z| in [r0, r1]`` sits at a corner.
 
-**T7.** In row i let ``pi = P_ii``. ``E_P l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
+**Self-token entropy.** In row i let ``pi = P_ii``. ``E_P l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
 ``H(P) <= h(pi) + (1 - pi) log(n-1)``, so ``E_P l >= l_ii - (1 - pi) [logit pi + log(n-1)]``. With ``s = logit pi`` the
 subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves ``e^{-s} = s + L - 1 =: w``, that is
 ``w e^w = (n-1)/e``, and equals w. Hence ``<g_i, m_i> = E_P l >= <g_i, z_i> - tau_n``, ``tau_n = W_0((n-1)/e)``, and
@@ -78,9 +78,9 @@ class UnitNumbers:
     v, sigma : float
         ``||V||`` and an upper bound of ``||V C A||`` over covariances C of measures on the domain.
     trace_sigma : float
-        ``sup ||V C A|| / tr C`` over all covariances (T0: attained at rank one), at most ``v a``.
+        ``sup ||V C A|| / tr C`` over all covariances (attained at rank one), at most ``v a``.
     kappa : float
-        The exponent of the column sums (T5).
+        The exponent of the column sums.
     noise : float
         What rounding may have done to ``g`` on the ball: the exact gradient is within this of ``A z + c``.
 
@@ -295,7 +295,7 @@ def entropy_gap(n: int) -> float:
 
 
 def spread_region(head: UnitNumbers, n: int, family: SelfLogit, edges: Array) -> tuple[Array, Array]:
-    """Corners ``(gamma, spread)`` of what T7 allows, on the cells of ``|g| / top`` that ``edges`` bound.
+    """Corners ``(gamma, spread)`` of what the self-token entropy allows, on the cells of ``|g| / top`` that ``edges`` bound.
 
     Every row of every configuration of n tokens has ``|g_i| <= gamma_k`` and ``tr C_i <= spread_k`` for one k;
     dominated corners are dropped.
@@ -329,7 +329,7 @@ def least_stretch(head: UnitNumbers) -> float:
 
 
 def psd_defect(head: UnitNumbers) -> float:
-    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (M4 and ``psd`` do not apply then)."""
+    """Distance of A to the symmetric PSD matrices, outward; inf beyond rounding (no theorem of PSD forms applies then)."""
     A, a = mid(head.A), top(head.a)
     skew = top(norm_upper(head.A - head.A.T)) / 2
     if a == 0.0 or skew > 1e-10 * a:

@@ -81,7 +81,7 @@ def self_block_measures(problem: Problem, form: Head, rng: np.random.Generator, 
 
 
 def field_measure(problem: Problem, form: Head, rng: np.random.Generator) -> Candidates:
-    """``+-E u`` and a query of negligible mass that attends to them half and half: its field has norm sigma (T0)."""
+    """``+-E u`` and a query of negligible mass that attends to them half and half: its field has norm sigma."""
     u = field_direction(problem, form, rng)[1]
     latents = problem.chart.clip(np.stack([field_query(problem, form, u), u, -u])[None])
     lw = _weighted(problem, form, latents, np.array([[1.0, 0.5, 0.5]])).log_weights.copy()

@@ -146,7 +146,7 @@ def _anchor_geometry(problem: Problem, form: Head, z: Array) -> tuple[Array, Arr
 
 
 def _leading(problem: Problem, form: Head, z: Array) -> Array:
-    """The leading constant of two anchors across ``g(z)``, times R^2 (T16)."""
+    """The leading constant of two anchors across ``g(z)``, times R^2."""
     norm, _, top, own, u = _anchor_geometry(problem, form, z)
     share = np.clip(own, 0.0, None) / np.maximum(top, 1e-300)
     spread = np.sqrt(np.clip(1.0 - share**2, 0.0, None))
@@ -156,7 +156,7 @@ def _leading(problem: Problem, form: Head, z: Array) -> Array:
 def two_anchor_constant(
     problem: Problem, form: Head, rng: np.random.Generator, *, starts: int = 96, keep: int = 6
 ) -> tuple[float, Array]:
-    r"""The leading constant ``c*(A, V) R^2`` of T16 and the latents ``(keep, k)`` of its best cluster positions.
+    r"""The leading constant ``c*(A, V) R^2`` of two anchors and the latents ``(keep, k)`` of its best cluster positions.
 
     .. math:: c^* = \frac1{\sqrt2} \max_{|z| \le 1} \sqrt{|Az|^2 - \langle Az, z\rangle_+^2 / 1}\;
               \max_{u \perp Az, |u| = 1} |V u|
@@ -173,7 +173,7 @@ def two_anchor_constant(
 
 
 def two_anchor(problem: Problem, form: Head, rng: np.random.Generator, *, keep: int = 6) -> Candidates | None:
-    r"""A cluster of ``n - 2`` tokens and two anchors across its gradient (T16), the logit margin scanned.
+    r"""A cluster of ``n - 2`` tokens and two anchors across its gradient, the logit margin scanned.
 
     The anchors sit at latents ``h g +- sqrt(1 - h^2) u``, with h such that their logit exceeds the cluster's own by
     ``log n`` plus a margin. None when n < 3 or d = 1 or the leading constant is zero.
@@ -199,7 +199,7 @@ def two_anchor(problem: Problem, form: Head, rng: np.random.Generator, *, keep: 
 
 
 def field_direction(problem: Problem, form: Head, rng: np.random.Generator) -> tuple[float, Array]:
-    """``sigma = max |V E u| |A^T E u|`` over unit u, from below, with its maximiser ``(k,)`` (T0)."""
+    """``sigma = max |V E u| |A^T E u|`` over unit u, from below, with its maximiser ``(k,)``."""
     chart = problem.chart
     W, B = form.V @ chart.E, form.A.T @ chart.E
     wv, wb = np.linalg.norm(W, 2), np.linalg.norm(B, 2)
@@ -232,7 +232,7 @@ def field_query(problem: Problem, form: Head, u: Array) -> Array:
 
 
 def field_atoms(problem: Problem, form: Head, rng: np.random.Generator) -> Candidates | None:
-    """Half the tokens at ``E u``, half at ``-E u``, one and two at a query that sees both equally (T0); None for n < 4."""
+    """Half the tokens at ``E u``, half at ``-E u``, one and two at a query that sees both equally; None for n < 4."""
     n, chart = problem.tokens, problem.chart
     if n < 4:
         return None

@@ -1,9 +1,9 @@
-r"""Upper bounds of the mean-field constant ``W_p-Lip(F on P(domain))``: M3 for every head, M4 for PSD forms.
+r"""Upper bounds of the mean-field constant ``W_p-Lip(F on P(domain))``: by entropy for every head, by covariances for PSD forms.
 
 Notation: unit ball (see :mod:`otattn.lipschitz.constants.self_logit`), ``g_x = A x + c``, ``k(x,y) = e^{<g_x,y>}/Z_x``,
 ``P_x = k(x,.) mu`` with mean ``m_x`` and covariance ``C_x``, ``lam_x = lambda_max(C_x)``, ``f(x) = |g(x)| - <g(x),x>``,
 ``kl(p|q)`` the binary divergence. The derivative of F along a displacement ``eps`` of mu is ``V (K + D) eps`` with
-``K eps(x) = int k(x,y) (I + (y - m_x) g_x^T) eps(y) dmu(y)`` and ``D eps(x) = C_x A eps(x)``; ``||V D|| <= sigma`` (T0)
+``K eps(x) = int k(x,y) (I + (y - m_x) g_x^T) eps(y) dmu(y)`` and ``D eps(x) = C_x A eps(x)``; ``||V D|| <= sigma``
 on every L^p(mu). If ``|K eps(x)|^p <= int k(x,y) w(x,y) |eps(y)|^p dmu(y)`` then, integrating over x,
 ``||K||^p <= sup_y T(y)``, ``T(y) = int k(x,y) w(x,y) dmu(x)``, and ``Lip <= sigma + v (sup T)^{1/p}``.
 
@@ -14,7 +14,7 @@ KL(alpha|mu)``; averaging ``log T = <g_x,y> - log Z_x + log w - log dalpha/dmu``
 .. math:: \log T = \langle g(\bar x), y - \bar x\rangle + E_{x\sim\alpha}[\log w - KL(\alpha|P_x)]
           \le f(\bar x) + E_\alpha[\log w - KL(\alpha|P_x)] .
 
-**M3.** Cauchy-Schwarz and Hoelder in the row give the weights ``w = (1 + |g_x|^2 lam_x)^{p/2}`` for p >= 2 and
+**Entropy.** Cauchy-Schwarz and Hoelder in the row give the weights ``w = (1 + |g_x|^2 lam_x)^{p/2}`` for p >= 2 and
 ``w = (1 + 2|g_x|)^{2-p} (1 + |g_x|^2 lam_x)^{p-1}`` for 1 <= p <= 2: with a unit u, ``b_y = |u + <u, y - m_x> g_x|``,
 ``<u, K eps> <= int k b |eps| <= (int k b^{p'})^{1/p'} (int k |eps|^p)^{1/p}``, ``b <= 1 + 2|g_x|`` and
 ``int k b^2 = 1 + |g_x|^2 u^T C_x u``. Send x' to +-1 with probabilities ``(1 +- <xbar,x'>/|xbar|)/2``: alpha gives
@@ -26,9 +26,9 @@ E |A (x - xbar)|^2 <= Gam``, ``Gam = min(max|g|^2, |g(xbar)|^2 + a^2 (1 - |xbar|
 
 .. math:: \log T \le \sup_{\bar x} f + s_1 \log(1 + 2\sqrt{Gam}) + s_2 \log(1 + c_{s_2} Gam),
 
-``(s_1, s_2) = (0, p/2)`` for p >= 2 and ``(2-p, p-1)`` below. Dropping the divergence gives T6 and T10.
+``(s_1, s_2) = (0, p/2)`` for p >= 2 and ``(2-p, p-1)`` below. Dropping the divergence gives the column bound.
 
-**M4 (p = 2, c = 0, A symmetric PSD).** Put ``y(x) = A^{1/2} x / sqrt(a)``, ``|y| <= 1``, ``rho = |y(xbar)|``, ``B = a beta`` the
+**Covariance (p = 2, c = 0, A PSD).** Put ``y(x) = A^{1/2} x / sqrt(a)``, ``|y| <= 1``, ``rho = |y(xbar)|``, ``B = a beta`` the
 largest eigenvalue of ``Cov_alpha(A^{1/2} x)``; ``rho^2 + beta <= 1`` and ``<g(xbar), y - xbar> <= a (rho - rho^2)``.
 Row: by Cauchy-Schwarz with ``(1, <u, y - m_x>/sqrt(h))`` and ``(<u,eps>, sqrt(h) <g_x,eps>)``, ``|K eps(x)|^2 <=
 (1 + lam_x/h) int k |eps|^2 (1 + h <g_x, e_y>^2)``, h > 0 fixed, e_y the direction of ``eps(y)``; and
@@ -47,7 +47,7 @@ unit e with ``W = min(1, (a/a_min)(rho^2 + beta))``, a_min the least eigenvalue 
 .. math:: \log T \le \sup_{\rho^2 + \beta \le 1} \min_\theta \; a\rho(1-\rho) - (1-\theta)\, gain(a\beta)
           + \log(1 + c_2/h) + \log(1 + h a^2 (\rho^2 + \beta)) .
 
-Every factor is monotone in each variable on a cell (the first is concave in rho); f is bounded through S2.
+Every factor is monotone in each variable on a cell (the first is concave in rho); f is bounded by the self-logit inequality.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ Array = NDArray[np.float64]
 _THETAS = np.linspace(0.0, 1.0, 17)
 _MARGIN = 1e-12
 _CELLS = 200_000
-USED = {"M3": ("nu", "gap"), "M4": ("h",)}
-"""The multipliers of each theorem; T6 and T10 have none."""
+USED = {"entropy": ("nu", "gap"), "covariance": ("h",)}
+"""The multipliers of each theorem; the plain column bound has none."""
 
 
 def _weight(rho: Any, s: float) -> Any:
@@ -146,7 +146,7 @@ class _Barycentre:
             best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
         return best
 
-    def m3(self, s1: float, s2: float) -> CellBound:
+    def entropy_bound(self, s1: float, s2: float) -> CellBound:
         """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
         a, largest = self.head.a, self.head.top
 
@@ -171,8 +171,8 @@ def _ends(lo: Array, hi: Array, exact: bool) -> tuple[Any, Any]:
     return (lift(lo), lift(hi)) if exact else (lo, hi)
 
 
-def _m4_bound(a: Any, least: float, h: float) -> CellBound:
-    """Bound of M4 on cells of ``(rho, beta / (1 - rho^2))``."""
+def _covariance_bound(a: Any, least: float, h: float) -> CellBound:
+    """The covariance bound on cells of ``(rho, beta / (1 - rho^2))``."""
 
     def bound(lo: Any, hi: Any) -> Array:
         (r0, s0), (r1, s1) = _ends(lo, hi, is_interval(a))
@@ -220,7 +220,7 @@ def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
 
 
 def _factor(head: UnitNumbers, p: float) -> Any:
-    """``log sup w`` without the divergence: the closed form's (T6, T10)."""
+    """``log sup w`` without the divergence: the closed form's."""
     s1, s2 = _orders(p)
     return s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top))
 
@@ -238,28 +238,28 @@ class _Trial:
 def _trial(head: UnitNumbers, p: float, multipliers: Mapping[str, Array], tol: float) -> _Trial:
     """The theorem that gives the least bound at these multipliers, in float64."""
     if math.isinf(p):
-        return _Trial("T10", 0.0)
-    trials = [_Trial("T6" if p == 2 else "T10", float(head.kappa + _factor(head, p)))]
+        return _Trial("plain", 0.0)
+    trials = [_Trial("plain", float(head.kappa + _factor(head, p)))]
     field, at = None, None
     if head.a > 0:
         field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-        at = maximise(field.m3(*_orders(p)), *field.boxes(24), tol=tol, max_cells=_CELLS)
-        trials.append(_Trial("M3", at.value))
-        if _m4_applies(head, p):
-            bound, loose = _m4(head, multipliers)
-            trials.append(_Trial("M4", maximise(bound, *_square(), tol=tol, max_cells=_CELLS).value + loose))
+        at = maximise(field.entropy_bound(*_orders(p)), *field.boxes(24), tol=tol, max_cells=_CELLS)
+        trials.append(_Trial("entropy", at.value))
+        if _covariance_applies(head, p):
+            bound, loose = _covariance(head, multipliers)
+            trials.append(_Trial("covariance", maximise(bound, *_square(), tol=tol, max_cells=_CELLS).value + loose))
     return replace(min(trials, key=lambda t: t.log_sum), field=field, at=at)
 
 
-def _m4_applies(head: UnitNumbers, p: float) -> bool:
+def _covariance_applies(head: UnitNumbers, p: float) -> bool:
     return head.centred and p == 2 and math.isfinite(psd_defect(head))
 
 
-def _m4(head: UnitNumbers, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
-    """M4's bound on cells, and what the distance of A to the PSD matrices adds."""
+def _covariance(head: UnitNumbers, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
+    """The covariance bound on cells, and what the distance of A to the PSD matrices adds."""
     h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
     defect = psd_defect(head)
-    bound = _m4_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
+    bound = _covariance_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
     # log T moves by at most 2 |E|, and by h (2 a |E| + |E|^2) in the second factor, when A = PSD + E
     return bound, 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
 
@@ -284,11 +284,13 @@ def _problem(statement: Statement) -> dict[str, Any]:
 @dual_function("mean_field", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head, p, target, branch = (problem[key] for key in ("head", "p", "target", "branch"))
-    if branch == "M3" and math.isfinite(p):
+    if branch == "entropy" and math.isfinite(p):
         field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-        value: Any = proved_below(field.m3(*_orders(p)), *field.boxes(24), target=target, max_cells=2 * _CELLS)
-    elif branch == "M4" and _m4_applies(head, p):
-        bound, loose = _m4(head, multipliers)
+        value: Any = proved_below(
+            field.entropy_bound(*_orders(p)), *field.boxes(24), target=target, max_cells=2 * _CELLS
+        )
+    elif branch == "covariance" and _covariance_applies(head, p):
+        bound, loose = _covariance(head, multipliers)
         value = proved_below(bound, *_square(), target=target - loose, max_cells=2 * _CELLS)
         value = (lift(value) if head.exact else value) + loose * (1 + 1e-12)
     elif math.isinf(p):
@@ -299,14 +301,14 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
 
 
 def _choose_h(a: float, least: float) -> float:
-    """A good h of M4: the maximum over points is convex in ``log h``."""
+    """A good h of the covariance bound: the maximum over points is convex in ``log h``."""
     r, s = (
         x.ravel() for x in np.meshgrid(np.linspace(0, 1, 41), np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30)))
     )
     points = np.array([r, s])
 
     def largest(t: float) -> float:
-        return float(np.max(_m4_bound(a, least, math.exp(t))(points, points)))
+        return float(np.max(_covariance_bound(a, least, math.exp(t))(points, points)))
 
     span = (-math.log(1 + a) - 4.0, 4.0)
     return math.exp(float(minimize_scalar(largest, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
@@ -320,7 +322,7 @@ def _choose_h(a: float, least: float) -> float:
     closed=False,
 )
 def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound of ``W_p-Lip(F)`` over all measures on the domain: the least of T6 (T10), M3 and M4.
+    """Upper bound of ``W_p-Lip(F)`` over all measures on the domain: the least of the column bound, entropy and covariance.
 
     Other Parameters
     ----------------
@@ -330,7 +332,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     Returns
     -------
     Certificate
-        Its multipliers are those of the theorem that wins: M3 (``nu``, ``gap``) or M4 (``h``).
+        Its multipliers are those of the theorem that wins: "entropy" (``nu``, ``gap``) or "covariance" (``h``).
         When the bound exceeds the largest float the result is a plain :class:`Bound` of value inf with its ``log_value``.
 
     Examples
@@ -355,7 +357,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     best = _trial(head, p, multipliers, tol)
     for _ in range(4):
         # a multiplier made for the worst cell, as long as it helps
-        if best.at is None or best.name != "M3":
+        if best.at is None or best.name != "entropy":
             break
         family = _enrich(best.field, best.at)
         richer = {**multipliers, "nu": family.nu, "gap": family.gap}

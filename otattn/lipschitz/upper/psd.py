@@ -1,4 +1,4 @@
-r"""The discrete constant of positive semidefinite forms at moderate ``||A|| R^2``: weighted column sums (T19).
+r"""The discrete constant of positive semidefinite forms at moderate ``||A|| R^2``: weighted column sums.
 
 Let A be symmetric PSD, without bias, V any matrix, tokens ``|x_i| <= R = 1``, ``a = ||A||``, ``v = ||V||``. Logits
 are ``l_ik = a <y_i, y_k>`` with ``y = A^{1/2} x / sqrt(a)``, ``|y| <= |x| <= 1``. Write ``h_i = |y_i|``, ``g_i = A
@@ -219,7 +219,7 @@ def _hypotheses(head: UnitNumbers) -> tuple[Any, float]:
     closed=False,
 )
 def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound of the Lipschitz constant of n tokens for a positive semidefinite form (T19), by branch and bound.
+    """Upper bound of the Lipschitz constant of n tokens for a positive semidefinite form, by branch and bound.
 
     It is much sharper than the general bounds for ``||A|| R^2`` up to about 30, where a row still sees its own token, and n up
     to a few dozen; free of the dimension. For multiples of the identity it knows the norm of every token; for other PSD

@@ -1,4 +1,4 @@
-r"""The discrete constant from the two tokens that move most, each row's spread, and the column sums together (T8).
+r"""The discrete constant from the two tokens that move most, each row's spread, and the column sums together.
 
 Unit ball, notation of :mod:`otattn.lipschitz.constants.self_logit`. Let ``eps`` be a unit displacement of n tokens with
 norms ``e_1 >= e_2 >= ...`` after sorting, ``D f eps = V (K_i eps + C_i A eps_i)_i``, ``K_i eps = sum_j p_j (I + y_j g^T)
@@ -17,13 +17,13 @@ u^T C_i u <= lam``. Call k the maximum over p; when p > 1/2, ``lam <= 4 p (1-p)`
 ``p t^2 + 1 - p - (p|t| - 1 + p)_+^2``, which increases with ``|t| <= 1``). k increases in ``e_1, e_2, gamma, lam``, is homogeneous
 in e, and equals ``e sqrt(Omega)`` at ``e_1 = e_2 = e``.
 
-**Field part.** ``|V C_i A eps_i| <= sigma tr(C_i) e_i`` (T0), and T7 bounds ``tr C_i``: put ``lam`` for this bound.
+**Field part.** ``|V C_i A eps_i| <= sigma tr(C_i) e_i``, and the self-token entropy bounds ``tr C_i``: put ``lam`` for this bound.
 
-**Columns.** ``|K_i eps|^2 <= Omega sum_j P_ij e_j^2`` (Cauchy-Schwarz) and ``sum_i P_ij <= T_n`` (T5), so with
+**Columns.** ``|K_i eps|^2 <= Omega sum_j P_ij e_j^2`` (Cauchy-Schwarz) and ``sum_i P_ij <= T_n``, so with
 ``k_i = |K_i eps|``: ``sum_i k_i^2 / Omega_i <= T_n``, ``T_n = min(n, 1 + 1/(1/(n-1) + e^{-kappa}))``.
 
 **Joint.** ``|D f eps|^2 <= sum_i (v k_i + sigma lam_i e_i)^2`` subject to ``k_i <= k(e_1, e_2; gamma_i, lam_i)``, the column
-constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`` in the region of T7. With multipliers
+constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`` in the region that it allows. With multipliers
 ``alpha, mu >= 0``, and ``rem = 1 - e_1^2 - e_2^2``,
 
 .. math:: \alpha T_n + \mu\, rem + F(e_1) + F(e_2) + (n-2) \max_{0 \le e \le e_2} (F(e) - \mu e^2), \quad
@@ -295,7 +295,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     closed=False,
 )
 def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound of the Lipschitz constant of n tokens: T8 with the column sums, by branch and bound.
+    """Upper bound of the Lipschitz constant of n tokens from rows and columns together, by branch and bound.
 
     Other Parameters
     ----------------
@@ -306,7 +306,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     Returns
     -------
     Certificate
-        Multipliers: those of S2 (``nu``, ``gap``) and the ``edges`` of the cells of ``|g|``. alpha and mu are sought
+        Multipliers: the self-logit ones (``nu``, ``gap``) and the ``edges`` of the cells of ``|g|``. alpha and mu are sought
         again, cell by cell, by each recheck.
 
     Examples

@@ -9,7 +9,7 @@ Unit ball, notation of :mod:`otattn.lipschitz.constants.self_logit`; ``d = x_1 -
           + q_1\, d\,\bigl(\langle g_1 + A^T d, \epsilon_1\rangle - \langle g_1, \epsilon_2\rangle\bigr)\bigr]
 
 and row 2 by exchanging the tokens. The first part has the norm ``||P|| <= sqrt(max column sum) <= sqrt(T_2)`` (its row sums are
-1; T5). The second is, up to the unit vector along d, a matrix of two rows, at most its Frobenius norm:
+1). The second is, up to the unit vector along d, a matrix of two rows, at most its Frobenius norm:
 
 .. math:: \|Df\| \le v\bigl(\sqrt{T_2} + \sqrt F\bigr), \qquad F = \sup |d|^2 \bigl(q_1^2 N_1 + q_2^2 N_2\bigr), \qquad
           N_1 = |g_1 + A^T d|^2 + |g_1|^2 .

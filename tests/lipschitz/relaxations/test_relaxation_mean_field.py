@@ -15,8 +15,8 @@ from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
 from otattn.lipschitz.upper.mean_field import (
     _Barycentre,
+    _covariance_bound,
     _gain,
-    _m4_bound,
     _second_moment,
     _weight,
     least_stretch,
@@ -94,7 +94,7 @@ def test_cells_dominate_their_points(name):
     A, V = FORMS[name]
     head = unit_numbers(SoftmaxAttention(6.0 * A, V), 1.0)
     field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
-    for bound in (field.m3(0.0, 1.0), field.m3(0.6, 0.4), _m4_bound(6.0, 6.0, 0.3)):
+    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4), _covariance_bound(6.0, 6.0, 0.3)):
         lo = 0.9 * rng.random((2, 200))
         hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
         whole = bound(lo, hi)
@@ -179,13 +179,15 @@ def test_the_recheck_rejects_tampering(name):
     assert bound.verify()
     assert not replace(bound, value=0.99 * bound.value).verify()
     # what is stored is used
-    assert set(bound.multipliers) == {"M3": {"nu", "gap"}, "M4": {"h"}}[bound.details["branch"]]
+    assert set(bound.multipliers) == {"entropy": {"nu", "gap"}, "covariance": {"h"}}[bound.details["branch"]]
     for key in bound.multipliers:
         assert not replace(bound, multipliers={k: v for k, v in bound.multipliers.items() if k != key}).verify()
         broken = {**bound.multipliers, key: np.full_like(bound.multipliers[key], np.nan)}
         assert not replace(bound, multipliers=broken).verify()
-    assert not replace(bound, options={**bound.options, "branch": "M3" if "h" in bound.multipliers else "M4"}).verify()
-    if bound.details["branch"] == "M4":
+    assert not replace(
+        bound, options={**bound.options, "branch": "entropy" if "h" in bound.multipliers else "covariance"}
+    ).verify()
+    if bound.details["branch"] == "covariance":
         assert not replace(bound, multipliers={**bound.multipliers, "h": np.array([-1.0])}).verify()
         worse = replace(bound, multipliers={**bound.multipliers, "h": 30 * bound.multipliers["h"]})
         assert worse.proved_value() > bound.value
