@@ -76,37 +76,44 @@ GROUPS = (
         "tests/stability",
     ),
     Group.of(
+        "otattn",
+        "attention/head 6 lipschitz/upper/multi_head 6 lipschitz/local/enclosed 5 operators/proved_norm 5 "
+        "operators/norm_bounds 5",
+        "tests/operators/test_norm_bounds.py tests/lipschitz/relaxations/test_relaxation_heads.py",
+        "mutants_of_constants mutants_of_upper_bounds local_attacked local_upper",
+    ),
+    Group.of(
         "otattn/lipschitz",
         "arithmetic/rounding 6 constants/quadratic 8 constants/rows 8 constants/regions 12 constants/sum_of_heads 5 containment 6 "
-        "bound 4 upper/softmax 10 upper/masked 8 upper/l2 6 upper/unnormalised 5 upper/rotary 4 upper/several_heads 4 "
+        "bound 4 upper/softmax 10 upper/masked 8 upper/l2 6 upper/unnormalised 5 upper/rotary 4 "
         "local/at_measure 10",
         "",
-        "theorems published rotary_bounds many_tokens papers containment mutants local_attacked",
+        "theorems published rotary_bounds many_tokens papers containment mutants mutants_of_constants "
+        "mutants_of_upper_bounds local_attacked",
     ),
     Group.of(
         "otattn/lipschitz/arithmetic",
         "intervals 8 _interval_kernels 8 balls 6",
         "",
-        "intervals interval_sums interval_arrays balls mutants",
+        "intervals interval_sums interval_arrays balls mutants mutants_of_arithmetic",
     ),
     Group.of(
         "otattn/lipschitz",
         "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
-        "constants/field 4 "
-        "constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 constants/self_entropy 5 constants/simplex 4 "
-        "upper/multihead 4 constants/moved_rows 5 upper/near_tokens 5",
+        "constants/field 4 constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 "
+        "constants/self_entropy 5 constants/simplex 4 constants/moved_rows 5 upper/near_tokens 5",
         "tests/lipschitz/relaxations",
-        "mutants local_attacked",
+        "mutants mutants_of_constants mutants_of_upper_bounds local_attacked",
     ),
 )
 KNOWN = (
-    ("otattn/distances/transport.py", "8 * _EPS * float(mass @", "0 * _EPS * float(mass @"),
+    ("otattn/distances/transport.py", "(len(mass) + 4) * _EPS * float(mass @", "0 * _EPS * float(mass @"),
     ("otattn/stability/study.py", "RESOLUTION = 1e-12", "RESOLUTION = 1e-3"),
     ("otattn/lipschitz/constants/regions.py", "up(np.sqrt(domain.dim)) * r", "1.0 * r"),
     (
         "otattn/lipschitz/constants/regions.py",
-        "shift = self.form.A @ self._center",
-        "shift = -(self.form.A @ self._center)",
+        "c = c + self.form.A @ self._center",
+        "c = c - self.form.A @ self._center",
     ),
     ("otattn/lipschitz/constants/regions.py", "up(0.5 * _pair_lengths", "up(0.25 * _pair_lengths"),
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
+import pytest
 from scipy.sparse import csr_array
 
 from otattn.distances import bures_geodesic, covariance_distance, transport
@@ -84,3 +85,9 @@ def test_products_are_error_free():
 def test_the_geodesic_of_two_points():
     middle = bures_geodesic(GaussianMeasure([1.0], [[0.0]]), GaussianMeasure([3.0], [[0.0]]), 0.5)
     assert (float(middle.mean[0]), float(middle.cov[0, 0])) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_potentials_of_the_largest_distance_have_no_unit(dim):
+    x = np.random.default_rng(0).random((5, dim))
+    assert transport(x, x[:3] + 1.0, p=np.inf).scale == 1.0

@@ -237,3 +237,38 @@ def test_a_bound_at_one_measure_is_the_same_in_other_units(scale):
     one = bounds.at_measure_bound(SoftmaxAttention(A, V), x).value
     other = bounds.at_measure_bound(SoftmaxAttention(A / scale**2, V), scale * x).value
     assert other == pytest.approx(one, rel=1e-12)
+
+
+def test_heads_of_factors_are_within_their_errors():
+    """``A = K^T Q`` and ``c = K^T b`` in fractions; the errors are a few roundings."""
+    rng = np.random.default_rng(2)
+    for _ in range(10):
+        Q, K = rng.standard_normal((2, 2, 5))
+        b = rng.standard_normal(2)
+        (head,) = heads_of(SoftmaxAttention.from_qkv(Q, K, np.eye(5), scale=1.0, query_bias=b))
+        apart = [
+            [sum(Fraction(K[r, i]) * Fraction(Q[r, j]) for r in (0, 1)) - Fraction(head.A[i, j]) for j in range(5)]
+            for i in range(5)
+        ]
+        shift = [sum(Fraction(K[r, i]) * Fraction(b[r]) for r in (0, 1)) - Fraction(head.c[i]) for i in range(5)]
+        size = float(np.linalg.norm(head.A, 2))
+        assert sum(t * t for row in apart for t in row) <= Fraction(head.error * size * (1 - 1e-9)) ** 2
+        assert sum(t * t for t in shift) <= Fraction(max(head.shift, 0.0)) ** 2
+        assert head.error <= 1e-12
+        assert head.shift <= 1e-12
+        assert np.linalg.norm(head.c) > 0.1
+
+
+def test_a_head_on_a_plane_has_the_logits_of_the_head():
+    """Logits ``<A x + c, y> - <H y, y>`` of L2 attention on ``x = B u + o``, up to what all keys of a row share."""
+    rng = np.random.default_rng(3)
+    (head,) = heads_of(L2Attention(rng.standard_normal((2, 4)), rng.standard_normal((2, 4)), np.eye(4)))
+    basis, offset = np.linalg.qr(rng.standard_normal((4, 2)))[0], rng.standard_normal(4)
+    plane = head.restricted(basis, offset)
+    u = rng.standard_normal((5, 2))
+
+    def logits(head, x):
+        rows = (x @ head.A.T + head.c) @ x.T - np.einsum("jk,kl,jl->j", x, head.H, x)
+        return rows - rows[:, :1]
+
+    np.testing.assert_allclose(logits(plane, u), logits(head, u @ basis.T + offset), rtol=1e-10, atol=1e-10)

@@ -19,8 +19,10 @@ from otattn.attention import (
 from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
-from otattn.lipschitz.constants.self_logit import unit_numbers
+from otattn.lipschitz.constants.self_logit import psd_defect, unit_numbers
+from otattn.lipschitz.upper import psd
 from otattn.lipschitz.upper.mean_field import _covariance, _covariance_applies, _log_bound
+from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper.rows_and_columns import _Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
 from otattn.lipschitz.upper.unnormalised import _suprema
@@ -33,15 +35,14 @@ A1, B1 = 1.0 + 2.0**-27, 1.0 + 2.0**-26 + 2.0**-28
 def test_a_shift_of_l2_attention_that_cancels_is_felt():
     """Two tokens next to a centre b where ``Q b`` is 0 in float64: the weights see what is left of it."""
     shift = A1 * B1
-    Q, K, size = 1e10 * np.array([[A1, -1.0], [0.0, 0.0]]), 1e6 * np.array([[0.0, 0.0], [1.0, 0.0]]), 1e-9
-    Q[1] = Q[0]
-    centre = 1e10 * np.array([B1, shift])
-    value = bounds.l2_column_bound(L2Attention(Q, K, np.eye(2)), domain=Ellipsoid(size * np.eye(2), centre), n=2).value
+    Q, K, size = 2.0**33 * np.array([[A1, -1.0, 0.0]]), 1e6 * np.array([[0.0, 0.0, 1.0]]), 1e-9
+    centre = 2.0**33 * np.array([B1, shift, 0.0])
+    value = bounds.l2_column_bound(L2Attention(Q, K, np.eye(3)), domain=Ellipsoid(size * np.eye(3), centre), n=2).value
     with mp.workdps(60):
         rows = lambda M: mp.matrix([[mp.mpf(float(t)) for t in row] for row in np.atleast_2d(M)])  # noqa: E731
         q, k, b = rows(Q), rows(K), rows(centre).T
-        tokens = [mp.matrix([s * mp.mpf(size), 0]) for s in (1, -1)]
-        # token 1 moves across its key: both rows follow with their weights of it
+        tokens = [mp.matrix([0, 0, s * mp.mpf(size)]) for s in (1, -1)]
+        # a token moves across the query and the key: both rows follow with their weights of it
         square = mp.mpf(0)
         for x in tokens:
             logits = [-(mp.norm(q * (b + x) - k * (b + y)) ** 2) for y in tokens]
@@ -49,6 +50,15 @@ def test_a_shift_of_l2_attention_that_cancels_is_felt():
             square += (max(weights) / sum(weights)) ** 2
         assert mp.sqrt(square) <= value
         assert mp.sqrt(square) > 1.4
+
+
+def test_the_row_constant_of_tied_l2_attention_is_what_its_proof_gives():
+    """``min(max(1, (1 + t) / sqrt2), (phi(t)^2 + h/4)^{1/2})`` with ``t = 4 k^2``, ``h = k^2``; phi is 1 up to t = 1/2."""
+    for k in (0.05, 0.2, 0.33, 0.35):
+        t, h = 4.0 * k * k, k * k
+        found = bounds.l2_row_bound(L2Attention([[k]], [[k]], [[1.0]]), radius=1.0, n=2).details["row_constant"]
+        least = min(max(1.0, (1.0 + t) / math.sqrt(2.0)), math.sqrt(1.0 + h / 4.0))
+        assert least <= found <= least * (1 + 1e-9)
 
 
 def slope_1(attention, X):
@@ -115,23 +125,20 @@ def test_the_masked_average_is_the_least_over_its_orders(t, p):
     assert found.value == pytest.approx(float(best) + t, rel=1e-3)
 
 
-@pytest.mark.parametrize("p", [1.0, 1.5])
 @pytest.mark.parametrize("alpha", [3.0, 9.0, -4.0])
-def test_mean_field_of_low_order_holds_at_two_atoms(alpha, p):
+def test_mean_field_of_order_one_holds_at_two_atoms(alpha):
     attention = SoftmaxAttention([[alpha]], [[1.0]])
-    bound = relaxations.mean_field(attention, radius=1.0, p=p).value
+    bound = relaxations.mean_field(attention, radius=1.0, p=1).value
     for weight in (0.5, 0.1, 1e-2, 1e-3, 1e-5):
         for x in (-1.0, 0.0, 0.5, 0.9):
             mu = DiscreteMeasure([[x], [1.0]], [1.0 - weight, weight])
-            assert local_lipschitz(attention, mu, p=p).value <= bound * (1 + 1e-9)
+            assert local_lipschitz(attention, mu, p=1).value <= bound * (1 + 1e-9)
 
 
 def test_a_form_near_a_semidefinite_one_moves_the_bound_by_its_distance():
     """``log T`` moves by at most ``2 |E|``, and by ``h (2 a |E| + |E|^2)`` in the second factor."""
     head = unit_numbers(SoftmaxAttention([[2.0, 1e-15], [0.0, 1.0]], np.eye(2)), Ball(1.0))
     assert _covariance_applies(head, 2.0)
-    from otattn.lipschitz.constants.self_logit import psd_defect
-
     apart, a = psd_defect(head), float(upper(head.a))
     assert apart > 0.0
     for h in (1e-3, 0.1, 1.0, 10.0):
@@ -218,3 +225,18 @@ def test_the_slope_of_a_sigmoid_weight_is_attained(a):
         found = math.exp(float(upper(_suprema(head, number)[0])))
         assert most <= found * (1 + 1e-12)
         assert found == pytest.approx(most, rel=1e-6)
+
+
+def test_the_bound_of_a_box_counts_its_own_share():
+    """A row that sees its own token pays at least the least own share of its cell, a positive number here."""
+    columns = Columns(9.0, 9.0, 1.0, 4, (1.3, 2.5, 0.4), 0.7, 1.9)
+    edges = np.linspace(0.0, 1.0, 4)
+    own = Multipliers(np.array([0.3, 0.5, 0.9]), np.array([0.2, 0.4, 0.1]), np.array([1.0, 3.0, 2.0]))
+    least = OwnShare(own, 4).table.min(axis=1)
+    assert (least > 0.5).all()
+    lo, hi = columns.start(edges)
+    cell = np.searchsorted(edges, 0.5 * (lo[0] + hi[0])) - 1
+    others = columns.off(lo, hi, own.at(cell))[0]
+    total = psd._cell_bound(columns, edges, own)(lo, hi)[0]
+    assert np.isfinite(others).sum() > 100
+    assert (total >= others + least[cell] - 1e-9).all()

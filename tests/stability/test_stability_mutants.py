@@ -58,3 +58,16 @@ def test_products_of_few_terms_hold_the_fractions(k):
         for j, column in enumerate(b.T.tolist()):
             exact = sum(Fraction(u) * Fraction(v) for u, v in zip(row, column, strict=True))
             assert abs(Fraction(float(found.high[i, j])) - exact) <= Fraction(float(found.radius[i, j]))
+
+
+def test_sums_of_pairs_hold_the_fractions():
+    """Double-double sums that need more than 106 bits: the radius is all that is known of the rest."""
+    rng = np.random.default_rng(0)
+    x, y = (Enclosed(v, 2.0**-54 * v * rng.random(40), None) for v in (1.0 + rng.random((2, 40))))
+    y = Enclosed(y.high * 1e-9, y.low * 1e-9, None)
+    for found, sign in ((x + y, 1), (x - y, -1)):
+        for k in range(40):
+            exact = sum(Fraction(float(v[k])) for v in (x.high, x.low))
+            exact += sign * sum(Fraction(float(v[k])) for v in (y.high, y.low))
+            apart = abs(exact - Fraction(float(found.high[k])) - Fraction(float(found.low[k])))
+            assert apart <= Fraction(float(found.radius[k]))
