@@ -182,13 +182,15 @@ def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict
     n, H = len(problem["X"]), len(heads)
     thresholds = {name: multiplier(multipliers, name, (H, n), sign=True) for name in ("values", "keys")}
     here = _rows_of({**problem, "rho": 0.0})
-    change, direct, at_center = np.zeros((n, n)), 0.0, 0.0
+    change, rounded, direct, at_center = np.zeros((n, n)), np.zeros((n, n)), 0.0, 0.0
     for h, (head, still) in enumerate(zip(heads, here, strict=True)):
         spread = head.spreads({name: value[h] for name, value in thresholds.items()})
         field_change = head.field_change(*spread)
         change += head.change(field_change)
         direct += head.direct(*spread, field_change)
-        at_center += still.direct(*still.spreads({name: np.zeros(n) for name in thresholds}), np.zeros(n))
+        here_spread = still.spreads({name: np.zeros(n) for name in thresholds})
+        rounded += still.change(still.field_change(*here_spread))  # what the unmoved rows are known to
+        at_center += still.direct(*here_spread, np.zeros(n))
     # the rounding of the logits is part of the intervals; what is left is that of a few norms and sums
     allowance = 1.0 + 64.0 * (n + problem["X"].shape[1]) * EPS
     heads_here = [
@@ -202,7 +204,9 @@ def _parts(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> dict
     scale = float(problem["scale"])
     return {
         "perturbation": (local + spectral_norm_upper(change)) * allowance * scale,
-        "second_order": _second_order(heads_here, local, n, problem["rho"]) * allowance * scale,
+        "second_order": _second_order(heads_here, local + spectral_norm_upper(rounded), n, problem["rho"])
+        * allowance
+        * scale,
         "direct": direct * allowance * scale,
         "global": float(problem["global"]),
         "local_upper": local * scale,
