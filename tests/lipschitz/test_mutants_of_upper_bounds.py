@@ -240,3 +240,12 @@ def test_the_bound_of_a_box_counts_its_own_share():
     total = psd._cell_bound(columns, edges, own)(lo, hi)[0]
     assert np.isfinite(others).sum() > 100
     assert (total >= others + least[cell] - 1e-9).all()
+
+
+def test_head_bounds_are_of_the_domain_that_is_asked_for():
+    attention = MultiHeadAttention([SoftmaxAttention([[1.0]], [[1.0]]) for _ in range(2)])
+    singles = [bounds.column_bound(head, radius=1.0, n=2) for head in attention.heads]
+    assert bounds.multi_head(attention, radius=1.0, n=2, head_bounds=singles).domain == Ball(1.0)
+    for wider in ({"radius": 2.0}, {"domain": Ball(2.0)}):
+        with pytest.raises(ValueError, match="head_bounds must bound every head"):
+            bounds.multi_head(attention, n=2, head_bounds=singles, **wider)
