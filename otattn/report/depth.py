@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._files.npz import read_npy
 from otattn.data import load_excerpt
-from otattn.data.archive import read_npy
 from otattn.lipschitz.local.depth import DepthProfile, depth_profile
 from otattn.models import load_tokenizer, read_text, text_windows
 from otattn.models.any_model import open_model
