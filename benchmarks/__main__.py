@@ -46,7 +46,7 @@ SCRIPTS = (
     Script("flows", "flows of Gaussians and tokens: explicit Euler", (), ("--quick",)),
     Script("peers", "bounds: published formulas, auto_LiRPA, LipSDP", ("cvxpy",), ("--quick",)),
     Script("enclosure", "lower and upper bounds over a grid of maps", ("cvxpy",), None, out=False),
-    Script("local_ball", "certified constants around given tokens", ("cvxpy",), None, out=False),
+    Script("near_tokens", "certified constants around given tokens", ("cvxpy",), None, out=False),
     Script("second_order", "certificates of second order at real tokens", (), None, out=False),
     Script("adversarial", "real against adversarial tokens", (), None, out=False),
     Script("real_models", "two trained models on real text", MODELS),

@@ -233,7 +233,7 @@ def neighbourhoods(quick: bool, ax: object) -> list[str]:
         here = float(np.linalg.norm(case.attention.jacobian(case.X).to_dense(), 2))
         whole = oa.lipschitz_upper_bound(case.attention, radius=1.0 + rho, n=n)
         start = time.perf_counter()
-        ours = oa.relaxations.local_ball(case.attention, case.X, rho, global_bound=whole).value
+        ours = oa.relaxations.near_tokens(case.attention, case.X, rho, global_bound=whole).value
         seconds = time.perf_counter() - start
         joint, each = answers[3 * k], min(answers[3 * k + 1][0], answers[3 * k + 2][0])
         kept.append((ours / here, each / here, joint[0] / here))
@@ -259,7 +259,7 @@ def neighbourhoods(quick: bool, ax: object) -> list[str]:
         "Tokens of norm at most 1. *each*: every token may move by rho (auto_LiRPA: the smaller of its bounds on "
         "the box and on the joint ball of radius rho sqrt(n), which both contain that set). *together*: the "
         "Euclidean norm of all displacements is at most rho, the natural set of auto_LiRPA; otattn's value holds "
-        "there too, since it covers the larger set. otattn: `relaxations.local_ball` with the bound of the ball "
+        "there too, since it covers the larger set. otattn: `relaxations.near_tokens` with the bound of the ball "
         "around all tokens as `global_bound` (not timed). CROWN takes: one of its three sets.",
         "",
         *table(head, rows),

@@ -43,7 +43,7 @@ def one_head(head, V, x, w, causal, slope_at_kink, factors):
     blocks = np.full((n, len(V), n, d), mp.mpf(0), dtype=object)
     fields = np.full((n, len(V), d), mp.mpf(0), dtype=object)
     if isinstance(head, SoftmaxAttention):
-        # a map built from factors is evaluated by them; local_ball states its bound for A
+        # a map built from factors is evaluated by them; near_tokens states its bound for A
         if factors and head.factors is not None and len(head.factors[0]) < d:
             q, k, b = head.factors
             A, c = big(k).T.dot(big(q)), None if b is None else big(k).T.dot(big(b))

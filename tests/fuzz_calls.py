@@ -278,9 +278,9 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.3,
             lambda: oa.relaxations.column_exponent(g.attention(), domain=g.domain()).value,
         ),
-        "relaxations.local_ball": (
+        "relaxations.near_tokens": (
             0.5,
-            lambda: oa.relaxations.local_ball(g.attention(), g.points(), g.number(0.01, 0.1, 0.0)).value,
+            lambda: oa.relaxations.near_tokens(g.attention(), g.points(), g.number(0.01, 0.1, 0.0)).value,
         ),
         "certify": (
             0.3,

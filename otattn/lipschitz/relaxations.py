@@ -6,7 +6,7 @@ from otattn.lipschitz.constants.field import field_certificate
 from otattn.lipschitz.constants.self_entropy import row_certificate, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
 from otattn.lipschitz.upper.mean_field import mean_field
-from otattn.lipschitz.upper.near_tokens import local_ball
+from otattn.lipschitz.upper.near_tokens import near_tokens
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
 from otattn.lipschitz.upper.two_tokens import two_tokens
@@ -16,8 +16,8 @@ __all__ = [
     "column_exponent",
     "field_certificate",
     "interval_simplex",
-    "local_ball",
     "mean_field",
+    "near_tokens",
     "psd",
     "row_certificate",
     "rows_and_columns",

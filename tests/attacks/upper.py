@@ -95,9 +95,9 @@ def on_ball(function: Callable[..., Any], *, n: bool = True) -> Callable[[Proble
     return lambda q: function(q.ours, radius=q.region.par["radius"], **({"n": q.n} if n else {}))
 
 
-def local_ball(rng: np.random.Generator) -> Outcome:
+def near_tokens(rng: np.random.Generator) -> Outcome:
     """Configurations near given tokens, with and without a bound of the whole ball that holds them."""
-    name = "relaxations.local_ball"
+    name = "relaxations.near_tokens"
     q = problem(rng, kinds=SOFTMAX, heads=rng.random() < 0.5, masked=None, any_measure=False)
     X = q.region.points(rng.standard_normal((q.n, q.region.size)))
     rho = float(np.abs(X).max() * 10 ** rng.uniform(-4, 0) + 1e-3)
@@ -108,7 +108,7 @@ def local_ball(rng: np.random.Generator) -> Outcome:
         if rng.random() < 0.3 and len(q.map.heads) == 1:
             reach = float(np.linalg.norm(X, axis=1).max() + rho) * (1 + 1e-12)
             whole = asked(lambda: oa.lipschitz_upper_bound(q.ours, radius=reach, n=q.n, theorem="row_bound"))
-        bound = asked(lambda: oa.relaxations.local_ball(q.ours, X, rho, global_bound=whole)).value
+        bound = asked(lambda: oa.relaxations.near_tokens(q.ours, X, rho, global_bound=whole)).value
         return below(name, near, bound, rng)
 
     return attempt(name, body, q.kind, near)
@@ -245,7 +245,7 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
 }
 UPPER |= {
     "Bound.rigorous_value": attack("Bound.rigorous_value", rigorous, **ONE, **SMALL),
-    "relaxations.local_ball": local_ball,
+    "relaxations.near_tokens": near_tokens,
     "at_measure_bound": at_one_measure,
     "bounds.at_measure_bound": at_one_measure,
 }

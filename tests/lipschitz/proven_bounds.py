@@ -191,8 +191,8 @@ def float_only() -> dict[str, Maker]:
     return {
         "kim2021_l2": lambda: bounds.kim2021_l2(TIED, n=4),
         "at_measure_bound": lambda: bounds.at_measure_bound(HEADS, tokens),
-        "local_ball": lambda: relaxations.local_ball(BIASED, tokens, 0.05),
-        "local_ball-global": lambda: relaxations.local_ball(
+        "near_tokens": lambda: relaxations.near_tokens(BIASED, tokens, 0.05),
+        "near_tokens-global": lambda: relaxations.near_tokens(
             SOFTMAX, tokens, 0.5, global_bound=bounds.row_bound(SOFTMAX, radius=1.5, n=4)
         ),
         "second_order": lambda: certify(BIASED, tokens, radius=0.02, kind="constant"),

@@ -18,7 +18,7 @@ from otattn.attention import (
     SigmoidAttention,
     SoftmaxAttention,
 )
-from otattn.lipschitz.relaxations import local_ball
+from otattn.lipschitz.relaxations import near_tokens
 from otattn.measures import DiscreteMeasure
 
 
@@ -29,7 +29,7 @@ def holds(attention, points, weights=None):
 
 
 def ball_holds(attention, tokens):
-    return truth(attention, tokens, splitting=False) <= mp.mpf(local_ball(attention, tokens, 0.0).value)
+    return truth(attention, tokens, splitting=False) <= mp.mpf(near_tokens(attention, tokens, 0.0).value)
 
 
 POINTWISE = [SigmoidAttention, ReLUAttention, LinearAttention, ExponentialAttention]
@@ -44,7 +44,7 @@ def test_squares_of_the_values_underflow(size):
         assert holds(attention, TOKENS)
         assert bounds.at_measure_bound(attention, TOKENS).value < 100 * size
     assert ball_holds(SoftmaxAttention(EYE, V), TOKENS)
-    assert local_ball(SoftmaxAttention(EYE, V), TOKENS, 0.1).value < 100 * size
+    assert near_tokens(SoftmaxAttention(EYE, V), TOKENS, 0.1).value < 100 * size
 
 
 @pytest.mark.parametrize("kind", [ReLUAttention, LinearAttention])
@@ -218,7 +218,7 @@ def test_no_configuration_in_the_ball_exceeds_it_in_exact_arithmetic():
         x = rng.standard_normal((3, 2)) + far
         attention = SoftmaxAttention(A, rng.standard_normal((1, 2)), bias=-A @ far)
         for rho in (1e-9, 1e-3, 0.3):
-            bound = mp.mpf(local_ball(attention, x, rho).value)
+            bound = mp.mpf(near_tokens(attention, x, rho).value)
             for _ in range(4):
                 step = rng.standard_normal((3, 2))
                 step *= rho * (1 - 1e-12) / np.linalg.norm(step, axis=1, keepdims=True)

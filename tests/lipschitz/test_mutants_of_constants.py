@@ -201,7 +201,7 @@ def test_an_interval_head_counts_the_rounding_of_its_values():
     for k in range(-20, 21):
         attention = MultiHeadAttention([SoftmaxAttention([[0.0]], [[B1], [-(shift + k * ULP)]])], outputs=[[[A1, 1.0]]])
         exact = abs(Fraction(A1) * Fraction(B1) - Fraction(shift + k * ULP))
-        assert exact <= Fraction(relaxations.local_ball(attention, [[1.0]], 0.0).value)
+        assert exact <= Fraction(relaxations.near_tokens(attention, [[1.0]], 0.0).value)
     assert rest != 0
 
 

@@ -114,9 +114,9 @@ def fresh(bound: Bound) -> float:
         return float(relaxations.interval_simplex(bound.domain.points, bound.domain.lower, bound.domain.upper))
     if name == "multi_head_certificate":
         return float(bounds.multi_head(bound.attention, head_bounds=bound.options["heads"]))
-    if name == "local_ball":
+    if name == "near_tokens":
         return float(
-            relaxations.local_ball(
+            relaxations.near_tokens(
                 bound.attention, bound.domain.points, bound.domain.radius, global_bound=bound.options.get("global")
             )
         )
@@ -254,7 +254,7 @@ def test_every_closed_form_is_tampered_with() -> None:
 
 
 def test_every_relaxation_is_tampered_with() -> None:
-    quick = {made(name).relaxation for name in [*CHEAP, "local_ball", *NEAR]}
+    quick = {made(name).relaxation for name in [*CHEAP, "near_tokens", *NEAR]}
     assert quick | {name.split("-")[0] for name in DEAR} == set(certificate._DUAL_FUNCTIONS)
 
 
@@ -345,7 +345,7 @@ def tamper(name: str, *, rigorous: bool = False) -> None:
 
 
 @pytest.mark.parametrize("rigorous", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*CHEAP, "local_ball", "local_ball-global", *NEAR])
+@pytest.mark.parametrize("name", [*CHEAP, "near_tokens", "near_tokens-global", *NEAR])
 def test_certificates(name: str, rigorous: bool) -> None:
     tamper(name, rigorous=rigorous)
 

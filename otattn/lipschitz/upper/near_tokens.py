@@ -49,14 +49,14 @@ from otattn.lipschitz.near.heads import heads_expansion
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
-__all__ = ["local_ball"]
+__all__ = ["near_tokens"]
 
 Array = NDArray[np.float64]
 _BRANCHES = ("perturbation", "second_order", "direct", "global")
 _DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
 
 
-def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | None = None) -> Certificate:
+def near_tokens(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | None = None) -> Certificate:
     r"""Certified bound of ``||D_{X'} f||`` over all tokens X' with ``|x'_i - x_i| <= rho``.
 
     Parameters
@@ -88,7 +88,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     Examples
     --------
     >>> import numpy as np
-    >>> bound = local_ball(SoftmaxAttention(np.eye(2), np.eye(2)), [[1.0, 0.0], [0.0, 1.0]], 1e-3)
+    >>> bound = near_tokens(SoftmaxAttention(np.eye(2), np.eye(2)), [[1.0, 0.0], [0.0, 1.0]], 1e-3)
     >>> 1.0 < bound.value / bound.details["local_value"] < 1.02
     True
 
@@ -118,7 +118,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
         parts["local_value"] = _attained(attention, tokens)
     branch = min(_BRANCHES, key=lambda name: parts[name])
     return certify(
-        "local_ball",
+        "near_tokens",
         statement=statement,
         problem=problem,
         multipliers=multipliers,
@@ -131,7 +131,7 @@ def local_ball(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound 
     )
 
 
-@problem_function("local_ball")
+@problem_function("near_tokens")
 def _problem(statement: Statement) -> dict[str, Any]:
     """The data, with a global bound that is verified itself."""
     if "global" in statement.options and not statement.options["global"].verify():
@@ -146,7 +146,7 @@ def _data(statement: Statement) -> dict[str, Any]:
         or not isinstance(statement.domain, NearTokens)
         or statement.n != len(statement.domain.points)
     ):
-        raise ValueError("local_ball is about p = 2 and the tokens near given ones; the statement was altered.")
+        raise ValueError("near_tokens is about p = 2 and the tokens near given ones; the statement was altered.")
     heads, causal = _heads(statement.attention)
     found = _on_span(heads, statement.domain.points)
     glob = np.inf
@@ -171,7 +171,7 @@ def _reach(near: NearTokens) -> float:
     return (float(np.linalg.norm(near.points, axis=1).max()) + near.radius) * (1.0 + 1e-15 * near.dim + 1e-15)
 
 
-@dual_function("local_ball")
+@dual_function("near_tokens")
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     parts = _parts(problem, multipliers)
     return min(parts[name] for name in _BRANCHES)
@@ -321,12 +321,12 @@ def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | 
     if odd is not None:
         return f"every head must be SoftmaxAttention, received {type(odd).__name__}"
     if not isinstance(domain, NearTokens):
-        return f"domain must be the tokens near given ones (relaxations.local_ball), received {domain!r}"
+        return f"domain must be the tokens near given ones (relaxations.near_tokens), received {domain!r}"
     return None if n == len(domain.points) else f"n must be {len(domain.points)}, the number of tokens, received {n}"
 
 
 @theorem(
-    "local_ball",
+    "near_tokens",
     statement="intervals of the attention weights when every token moves by at most rho",
     hypotheses="softmax heads, one or several, masked or not; the balls around given tokens; p = 2",
     applies=every(order_two, _near_tokens),
@@ -334,4 +334,4 @@ def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | 
     rigorous=False,
 )
 def _best(attention: Any, near: NearTokens, n: int, p: float) -> Certificate:
-    return local_ball(attention, near.points, near.radius)
+    return near_tokens(attention, near.points, near.radius)

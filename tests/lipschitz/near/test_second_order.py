@@ -10,7 +10,7 @@ from otattn.errors import CertificateError
 from otattn.lipschitz.containment import NearMeasure, domain_contains
 from otattn.lipschitz.near import stack
 from otattn.lipschitz.near.build import chain_at
-from otattn.lipschitz.relaxations import local_ball
+from otattn.lipschitz.relaxations import near_tokens
 
 RADII = (1e-1, 1e-2, 1e-4, 1e-6, 1e-9, 1e-12)
 rng = np.random.default_rng(4)
@@ -55,7 +55,7 @@ def test_it_tends_to_the_local_constant(name, kind):
 def test_local_ball_tends_to_the_local_constant(masked):
     attention = oa.MaskedAttention(HEAD) if masked else HEAD
     here = norm(attention, X)
-    values = [local_ball(attention, X, rho).value for rho in (*RADII, 0.0)]
+    values = [near_tokens(attention, X, rho).value for rho in (*RADII, 0.0)]
     assert values == sorted(values, reverse=True)
     assert here * (1 - 1e-12) <= values[-1] <= values[-2] <= here * (1 + 1e-8)
     slope = (values[2] - values[-1]) / 1e-4
@@ -67,7 +67,7 @@ def test_local_ball_tends_to_it_where_the_jacobian_is_large():
     generator = np.random.default_rng(0)
     head = oa.SoftmaxAttention(generator.standard_normal((35, 35)) / 20, np.eye(35))
     tokens = generator.standard_normal((64, 35)) / 4
-    bound = local_ball(head, tokens, 1e-9)
+    bound = near_tokens(head, tokens, 1e-9)
     assert bound.details["local_value"] <= bound.value <= bound.details["local_value"] * (1 + 1e-6)
     assert bound.details["second_order"] <= bound.details["perturbation"]
     J = head.jacobian(tokens)
@@ -212,4 +212,4 @@ def test_two_equal_heads_are_twice_one(outputs):
         one, two = (oa.certify(m, X, radius=1e-2, kind=kind).value for m in (HEAD, twice))
         assert two == pytest.approx(2.0 * one, rel=0.05)  # the part of A may be counted head by head
         assert two >= 2.0 * one * (1 - 1e-9)
-    assert local_ball(twice, X, 1e-3).value == pytest.approx(2.0 * local_ball(HEAD, X, 1e-3).value, rel=1e-3)
+    assert near_tokens(twice, X, 1e-3).value == pytest.approx(2.0 * near_tokens(HEAD, X, 1e-3).value, rel=1e-3)

@@ -25,7 +25,7 @@ CERTIFICATES = {
     "rows_and_columns": lambda: oa.relaxations.rows_and_columns(ATTENTION, radius=1.0, n=3),
     "mean field": lambda: oa.relaxations.mean_field(ATTENTION, radius=1.0),
     "two_tokens": lambda: oa.relaxations.two_tokens(ATTENTION, radius=1.0),
-    "local ball": lambda: oa.relaxations.local_ball(ATTENTION, POINTS / 3, 0.05),
+    "local ball": lambda: oa.relaxations.near_tokens(ATTENTION, POINTS / 3, 0.05),
 }
 
 

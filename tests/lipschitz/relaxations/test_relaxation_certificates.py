@@ -16,7 +16,7 @@ from otattn.lipschitz.relaxations import (
     column_exponent,
     field_certificate,
     interval_simplex,
-    local_ball,
+    near_tokens,
     row_certificate,
     self_entropy,
 )
@@ -50,7 +50,7 @@ CHEAP = {
     "several heads": lambda: multi_head(HEADS, head_bounds=SINGLES),
     "field points": lambda: field_certificate(HEAD, domain=PointSet(POINTS)),
     "kappa points": lambda: column_exponent(HEAD, domain=PointSet(POINTS)),
-    "local ball": lambda: local_ball(HEAD, POINTS, 0.3),
+    "local ball": lambda: near_tokens(HEAD, POINTS, 0.3),
 }
 ALL = {**SOLVED, **CHEAP}
 
@@ -109,7 +109,7 @@ def test_rejects_inadmissible_multipliers(built, name):
 def test_local_ball_thresholds_matter_where_they_decide():
     # one far token that the interval lets move: the direct branch wins, through its thresholds
     X = np.array([[0.1, 0.0], [-0.1, 0.0], [0.0, 0.1], [2.0, 2.0]])
-    bound = local_ball(SoftmaxAttention(np.eye(2), np.eye(2)), X, 0.2)
+    bound = near_tokens(SoftmaxAttention(np.eye(2), np.eye(2)), X, 0.2)
     assert bound.details["branch"] == "direct"
     assert bound.verify()
     moved = {key: value * 100 for key, value in bound.multipliers.items()}

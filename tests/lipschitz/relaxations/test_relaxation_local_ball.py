@@ -9,7 +9,7 @@ from otattn.attention import L2Attention, MaskedAttention, MultiHeadAttention, S
 from otattn.lipschitz import at_measure_bound, lipschitz_upper_bound
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.bounds import field_bound
-from otattn.lipschitz.relaxations import local_ball
+from otattn.lipschitz.relaxations import near_tokens
 from otattn.measures import Ball, Box, DiscreteMeasure
 
 
@@ -54,7 +54,7 @@ def test_no_configuration_in_the_ball_exceeds_it(n, d, e, a):
     for attention in heads(rng, d, e, a):
         here = norm(attention, X)
         for rho in (0.0, 1e-3, 0.05, 0.5):
-            bound = local_ball(attention, X, rho)
+            bound = near_tokens(attention, X, rho)
             assert bound.verify()
             assert bound.details["local_value"] == pytest.approx(here, rel=1e-9)
             assert attacked(attention, X, rho, rng) <= bound.value
@@ -66,7 +66,7 @@ def test_it_is_a_lipschitz_constant_on_the_ball():
     rng = np.random.default_rng(0)
     attention = SoftmaxAttention(4 * np.eye(3), np.eye(3))
     X = rng.standard_normal((5, 3)) / 2
-    bound = local_ball(attention, X, 0.1)
+    bound = near_tokens(attention, X, 0.1)
     for _ in range(50):
         D = rng.standard_normal((2, 5, 3))
         D *= 0.1 * rng.random((2, 5, 1)) / np.linalg.norm(D, axis=2, keepdims=True)
@@ -78,7 +78,7 @@ def test_tight_as_the_ball_shrinks_and_monotone():
     rng = np.random.default_rng(1)
     attention = SoftmaxAttention(np.diag([4.0, 2.0, -1.0]), np.eye(3))
     X = rng.standard_normal((8, 3)) / 2
-    values = [local_ball(attention, X, rho).value for rho in (0.0, 1e-6, 1e-4, 1e-2, 0.1, 1.0)]
+    values = [near_tokens(attention, X, rho).value for rho in (0.0, 1e-6, 1e-4, 1e-2, 0.1, 1.0)]
     assert values == sorted(values)
     # the excess is linear in rho: a factor 100 in rho is a factor 100 in it
     first, second = values[1] - values[0], values[2] - values[0]
@@ -90,17 +90,17 @@ def test_tight_as_the_ball_shrinks_and_monotone():
 def test_global_bound_is_a_ceiling_and_must_apply():
     attention = SoftmaxAttention(np.eye(2), np.eye(2))
     X = np.array([[1.0, 0.0], [0.0, 1.0]])
-    free = local_ball(attention, X, 5.0)
+    free = near_tokens(attention, X, 5.0)
     whole = lipschitz_upper_bound(attention, radius=6.0, n=2)
-    capped = local_ball(attention, X, 5.0, global_bound=whole)
+    capped = near_tokens(attention, X, 5.0, global_bound=whole)
     assert free.value > whole.value
     assert capped.value == pytest.approx(whole.value, rel=1e-10)
     assert capped.details["branch"] == "global"
     assert capped.verify()
-    assert local_ball(attention, X, 1e-3, global_bound=whole).details["branch"] != "global"
+    assert near_tokens(attention, X, 1e-3, global_bound=whole).details["branch"] != "global"
     # a bound that somebody made up is taken, and the certificate does not verify
     invented = Bound(3.0, "upper", "test", domain=Ball(7.0), n=2, attention=attention)
-    assert not local_ball(attention, X, 5.0, global_bound=invented).verify()
+    assert not near_tokens(attention, X, 5.0, global_bound=invented).verify()
     other = SoftmaxAttention(np.eye(2), 0.1 * np.eye(2))
     for wrong, message in (
         (3.0, "must be a Bound"),
@@ -114,33 +114,33 @@ def test_global_bound_is_a_ceiling_and_must_apply():
         (field_bound(attention, radius=6.0), "'field'"),
     ):
         with pytest.raises(ValueError, match=message):
-            local_ball(attention, X, 5.0, global_bound=wrong)
+            near_tokens(attention, X, 5.0, global_bound=wrong)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e6])
 def test_scales_and_huge_logits(scale):
     rng = np.random.default_rng(2)
     X, A, V = rng.standard_normal((4, 2)), rng.standard_normal((2, 2)), rng.standard_normal((2, 2))
-    plain = local_ball(SoftmaxAttention(A, V), X, 0.05).value
-    assert local_ball(SoftmaxAttention(A, scale * V), X, 0.05).value == pytest.approx(scale * plain, rel=1e-10)
-    scaled = local_ball(SoftmaxAttention(A / scale**2, V), scale * X, 0.05 * scale).value
+    plain = near_tokens(SoftmaxAttention(A, V), X, 0.05).value
+    assert near_tokens(SoftmaxAttention(A, scale * V), X, 0.05).value == pytest.approx(scale * plain, rel=1e-10)
+    scaled = near_tokens(SoftmaxAttention(A / scale**2, V), scale * X, 0.05 * scale).value
     assert scaled == pytest.approx(plain, rel=1e-9)
-    shifted = local_ball(SoftmaxAttention(A, V, bias=-A @ np.full(2, 1e3)), X + 1e3, 0.05).value
+    shifted = near_tokens(SoftmaxAttention(A, V, bias=-A @ np.full(2, 1e3)), X + 1e3, 0.05).value
     assert shifted == pytest.approx(plain, rel=1e-6)  # logits of 1e3 are rounded, and the bound pays for it
     # logits of 1e8: their rounding makes the intervals wide, the bound stays finite and valid
     hard = SoftmaxAttention(1e8 * A, V)
-    bound = local_ball(hard, X, 1e-12)
+    bound = near_tokens(hard, X, 1e-12)
     assert norm(hard, X) <= bound.value < np.inf
 
 
 def test_degenerate_data():
     X = np.array([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]])
-    assert local_ball(SoftmaxAttention(np.eye(2), np.zeros((3, 2))), X, 0.1).value == 0.0
-    mean = local_ball(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), X, 0.5)
+    assert near_tokens(SoftmaxAttention(np.eye(2), np.zeros((3, 2))), X, 0.1).value == 0.0
+    mean = near_tokens(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), X, 0.5)
     assert mean.value == pytest.approx(1.0, rel=1e-10)  # A = 0 averages the tokens, wherever they are
-    same = local_ball(SoftmaxAttention(np.eye(2), np.eye(2)), np.ones((4, 2)), 1e-9)
+    same = near_tokens(SoftmaxAttention(np.eye(2), np.eye(2)), np.ones((4, 2)), 1e-9)
     assert same.value == pytest.approx(1.0, rel=1e-6)
-    assert local_ball(SoftmaxAttention([[2.0]], [[3.0]]), [[5.0]], 0.0).value == pytest.approx(3.0, rel=1e-10)
+    assert near_tokens(SoftmaxAttention([[2.0]], [[3.0]]), [[5.0]], 0.0).value == pytest.approx(3.0, rel=1e-10)
 
 
 def test_large_dimension_is_reduced_and_the_norm_may_be_bounded_only():
@@ -150,13 +150,13 @@ def test_large_dimension_is_reduced_and_the_norm_may_be_bounded_only():
         rng.standard_normal((k, d)) / 8, rng.standard_normal((k, d)) / 8, rng.standard_normal((k, d))
     )
     X = rng.standard_normal((n, d))
-    bound = local_ball(attention, X, 1e-3)
+    bound = near_tokens(attention, X, 1e-3)
     assert norm(attention, X) <= bound.value
     assert bound.details["local_value"] == pytest.approx(norm(attention, X), rel=1e-9)
     # d = e = 40 and n = 60: 2400 rows, so the norm at X is bounded, and attained by Lanczos
     head = SoftmaxAttention(rng.standard_normal((40, 40)) / 40, np.eye(40))
     X = rng.standard_normal((60, 40)) / 4
-    wide = local_ball(head, X, 1e-4)
+    wide = near_tokens(head, X, 1e-4)
     assert wide.verify()
     assert wide.details["local_value"] <= wide.details["local_upper"] <= wide.value
     J = head.jacobian(X)
@@ -171,10 +171,10 @@ def test_large_dimension_is_reduced_and_the_norm_may_be_bounded_only():
 def test_bad_arguments():
     attention = SoftmaxAttention(np.eye(2), np.eye(2))
     with pytest.raises(ValueError, match="equal weights"):
-        local_ball(attention, DiscreteMeasure(np.eye(2), [0.3, 0.7]), 0.1)
+        near_tokens(attention, DiscreteMeasure(np.eye(2), [0.3, 0.7]), 0.1)
     with pytest.raises(ValueError, match="rho must be finite and non-negative"):
-        local_ball(attention, np.eye(2), -0.1)
+        near_tokens(attention, np.eye(2), -0.1)
     with pytest.raises(ValueError, match="X must have dimension 2"):
-        local_ball(attention, np.eye(3), 0.1)
+        near_tokens(attention, np.eye(3), 0.1)
     with pytest.raises(TypeError, match="softmax heads"):
-        local_ball(L2Attention(np.eye(2), np.eye(2), np.eye(2)), np.eye(2), 0.1)
+        near_tokens(L2Attention(np.eye(2), np.eye(2), np.eye(2)), np.eye(2), 0.1)

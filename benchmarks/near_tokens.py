@@ -1,6 +1,6 @@
 """Certified local constants around given tokens against the largest value that an ascent finds there.
 
-Run: ``python -m benchmarks.local_ball``; writes ``benchmarks/results/local_ball.md`` and ``local_ball.png``.
+Run: ``python -m benchmarks.near_tokens``; writes ``benchmarks/results/near_tokens.md`` and ``near_tokens.png``.
 Tokens may move by ``rho`` each. The ascent is projected gradient on the analytic derivative of the top singular value,
 from the tokens themselves and from random points of the ball.
 """
@@ -82,7 +82,7 @@ def main() -> None:
         for fraction in FRACTIONS:
             found = ascend(attention, X, fraction * R, rng)
             start = time.perf_counter()
-            bound = oa.relaxations.local_ball(attention, X, fraction * R)
+            bound = oa.relaxations.near_tokens(attention, X, fraction * R)
             seconds = time.perf_counter() - start
             assert found <= bound.value
             ratios.append(bound.value / found)
@@ -92,13 +92,13 @@ def main() -> None:
             print(lines[-1], flush=True)
         ax.plot(FRACTIONS, ratios, marker="o", ms=4, color=color, label=name)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "local_ball.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (RESULTS / "near_tokens.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("displacement of each token, rho / R")
     ax.set_ylabel("certified bound / largest value found")
     ax.legend(fontsize=8, frameon=False)
-    save(ax, RESULTS / "local_ball.png")
+    save(ax, RESULTS / "near_tokens.png")
 
 
 if __name__ == "__main__":
