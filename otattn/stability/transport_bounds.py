@@ -160,6 +160,8 @@ def _mean(mass: Array, values: Array, p: float, outward: float) -> float:
     unit = _power_of_two(float(values.max()))
     if unit == 0.0 or not np.isfinite(values).all():
         return float(values.max())
+    if p > 512.0:  # ratios below one: a power of a ratio below two may overflow
+        unit = min(2.0 * unit, 2.0**1023)
     with np.errstate(under="ignore"):
         terms = mass * powers(values / unit, p)
     total = math.fsum(terms) + (len(terms) * TINY if outward > 0.0 else 0.0)

@@ -126,7 +126,8 @@ def fresh(bound: Bound) -> float:
     if name == "at_measure_bound":
         return float(bounds.at_measure_bound(bound.attention, bound.domain))
     function = getattr(bounds, name, None) or getattr(relaxations, name)
-    return float(function(bound.attention, domain=bound.domain, n=bound.n, p=bound.p))
+    n = None if name == "mean_field" else bound.n  # a bound for any measure is one for n tokens
+    return float(function(bound.attention, domain=bound.domain, n=n, p=bound.p))
 
 
 def true(bound: Bound) -> None:
