@@ -109,6 +109,7 @@ FURTHER = {
     "Bound, witness": lambda: oa.lipschitz_lower_bound(HEAD, radius=1.0, n=3),
     "Bound, tokens": lambda: oa.local_lipschitz(HEAD, X).bound(),
     "Certificate, nested": lambda: oa.relaxations.rows_and_columns(HEAD, radius=1.0, n=3),
+    "Certificate, near a measure": lambda: oa.certify(HEAD, X, radius=1e-3),
     "Certificate, near": lambda: oa.relaxations.near_tokens(HEAD, X, 0.1),
     "FlowStability, Gaussian": lambda: oa.flow_stability(HEAD, GAUSSIAN, oa.GaussianMeasure([0.0, 0.0], np.eye(2)),
                                                          t_span=(0.0, 0.5)),

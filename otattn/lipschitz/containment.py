@@ -19,7 +19,21 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class NearTokens(Saved):
+class _Near(Saved):
+    points: Array
+    radius: float
+
+    @property
+    def dim(self) -> int:
+        """Dimension d."""
+        return int(self.points.shape[1])
+
+    def __repr__(self) -> str:
+        n, d = self.points.shape
+        return f"{type(self).__name__}(n={n}, d={d}, radius={self.radius:g})"
+
+
+class NearTokens(_Near):
     """All configurations whose tokens lie within ``radius`` of given ones: ``|x'_i - x_i| <= radius``.
 
     Attributes
@@ -29,21 +43,8 @@ class NearTokens(Saved):
         At least 0.
     """
 
-    points: Array
-    radius: float
 
-    @property
-    def dim(self) -> int:
-        """Dimension d."""
-        return int(self.points.shape[1])
-
-    def __repr__(self) -> str:
-        n, d = self.points.shape
-        return f"NearTokens(n={n}, d={d}, radius={self.radius:g})"
-
-
-@dataclass(frozen=True, eq=False)
-class NearMeasure:
+class NearMeasure(_Near):
     """All measures of n equal atoms within ``radius`` of that of given tokens in W_2 (for sequences: place by place).
 
     Attributes
@@ -52,18 +53,6 @@ class NearMeasure:
     radius : float
         At least 0.
     """
-
-    points: Array
-    radius: float
-
-    @property
-    def dim(self) -> int:
-        """Dimension d."""
-        return int(self.points.shape[1])
-
-    def __repr__(self) -> str:
-        n, d = self.points.shape
-        return f"NearMeasure(n={n}, d={d}, radius={self.radius:g})"
 
 
 def domain_contains(outer: Any, inner: Any) -> str | None:

@@ -273,6 +273,8 @@ def _ask(
     p: float,
     options: dict[str, Any],
 ) -> Bound:
+    if not isinstance(attention, AttentionMap):
+        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
     region: Any = None
     if radius is not None or domain is not None or not record.everywhere:
         region = resolve_domain(radius, domain, getattr(attention, "in_dim", None))

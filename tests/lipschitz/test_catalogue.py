@@ -79,6 +79,12 @@ def test_the_catalogue_prints_and_lists_every_public_theorem() -> None:
     assert found.to_dict()["theorems"] == rows
 
 
+@pytest.mark.parametrize("name", ["row_bound", "multi_head", "whole_block"])
+def test_what_is_no_map_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="must be an attention map, received int"):
+        getattr(oa.bounds, name)(3, radius=1.0, n=2)
+
+
 def test_a_bound_for_any_measure_applies_to_tokens() -> None:
     rows = {row["theorem"]: row for row in oa.theorems(SOFTMAX, radius=1.0, n=7).rows()}
     assert rows["geshkovski2024_mean_field"]["applies"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,7 +129,7 @@ def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
     parts = [p.jacobian for p in path]
     if all(p.matrix is not None for p in parts) and left is None and right is None:
         stages = [p.stage(None, None) for p in path]
-        return chain_of(stages, dense_norms(stages))
+        return chain_of(stages, dense_norms(stages), how="margins" if _tokenwise(path) else "proved")
     frames = frames_of(parts) if S > 1 else [PLAIN, PLAIN]
     # the sides are the coordinates at the two ends, whose own turn is none
     frames = [Frame(P_inverse=right, Q_inverse=right), *frames[1:-1], Frame(P=left, Q=left)]
@@ -141,6 +141,11 @@ def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
     norms = norm_table(parts, frames, known)
     norms[0, 0] = norms[S, S] = 1.0
     return chain_of(stages, norms, how="probabilistic" if known[0] is None else "proved")
+
+
+def _tokenwise(path: Sequence[_Point]) -> bool:
+    """Whether token-wise maps are among the stages: suprema of their derivatives are rounded up, not enclosed."""
+    return any(isinstance(p.map, TokenwiseMap) or _tokenwise(p.inner) for p in path)
 
 
 def _residual(s: float, x: Array, image: Array, inner: tuple[_Point, ...]) -> tuple[Linear, float, float]:

@@ -108,6 +108,8 @@ def multi_head(
     ----------
     Our own theorem; the proof is in the docstring of this module.
     """
+    if not isinstance(attention, AttentionMap):
+        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
     order, count = check.check_order(p), check_count(n)
     if head_bounds is None:
         return prove("multi_head", attention, resolve_domain(radius, domain, attention.in_dim), count, order)

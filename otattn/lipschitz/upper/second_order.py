@@ -15,10 +15,12 @@ atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`
 
 Both tend to the exact local constant ``||D_X F||`` as rho -> 0, and hold for each token moved by at most rho.
 
-What is proved: for n d up to 2048 coordinates, and for one attention map whose Gram matrix fits, everything with rounding
-counted. For longer stacks the norms of the partial products are bounded by Lanczos iterations that fail with a stated
-probability over their random starts (``details["how"]``), under the model of rounding of
-:func:`~otattn.operators.spectral_norm_bounds`; derivatives and remainders are proved as before.
+What is proved: for attention alone, n d up to 2048 coordinates or one map whose Gram matrix fits, everything with rounding
+counted ("proved"). Token-wise maps have margins: suprema of third and fourth derivatives of GELU through tanh, SiLU and tanh are
+maxima on a grid, rounded up, and LayerNorm allows 1e-10 for rounding ("margins"). For longer stacks the norms of the partial
+products are bounded by Lanczos iterations that fail with a stated probability over their random starts, under the model of
+rounding of :func:`~otattn.operators.spectral_norm_bounds`; derivatives and remainders are as before ("probabilistic").
+``details["how"]`` says which.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def certify(map: AttentionMap, tokens: ArrayLike, *, radius: float, p: float = 2
     -------
     Certificate
         ``value`` is L, ``domain`` the ball, ``quantity`` "pairs" or "lipschitz". ``details`` hold ``norm`` (upper bound of the norm
-        of the Jacobian at the tokens), ``how`` ("proved" or "probabilistic"), and what the remainder is made of: the stage
+        of the Jacobian at the tokens), ``how`` ("proved", "margins" or "probabilistic"), and what the remainder is made of: the stage
         ``worst_stage`` with the largest share, ``worst_share``. ``verify()`` computes it again from the map, the tokens and
         the radius. The value is finite only where the ball is small enough for the series; the error of the
         constant grows linearly with the radius.

@@ -43,7 +43,7 @@ def test_it_tends_to_the_local_constant(name, kind):
     excess = []
     for rho in RADII[2:]:
         bound = oa.certify(attention, X, radius=rho, kind=kind)
-        assert bound.details["how"] == "proved"
+        assert bound.details["how"] == ("margins" if name in ("block", "post", "two") else "proved")
         assert bound.value >= here * (1 - 1e-12)
         excess.append(bound.value / here - 1.0)
     assert excess == sorted(excess, reverse=True)
