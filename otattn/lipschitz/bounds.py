@@ -20,6 +20,7 @@ from otattn.lipschitz.upper.published import (
     kim2021_l2,
 )
 from otattn.lipschitz.upper.rotary import rotary_row_bound
+from otattn.lipschitz.upper.sinkhorn import sinkhorn_bound
 from otattn.lipschitz.upper.softmax import column_bound, column_sum, density_bound, field_bound, row_bound
 from otattn.lipschitz.upper.unnormalised import pointwise_bound
 
@@ -52,6 +53,7 @@ __all__ = [
     "rotary_row_bound",
     "row_bound",
     "row_norm",
+    "sinkhorn_bound",
     "table",
     "whole_block",
 ]

@@ -13,6 +13,7 @@ from otattn.attention import (
     MaskedAttention,
     MultiHeadAttention,
     RotaryAttention,
+    SinkhornAttention,
     SoftmaxAttention,
 )
 from otattn.attention.pointwise import PointwiseAttention
@@ -31,6 +32,7 @@ __all__ = [
     "rotary",
     "several_heads",
     "single_heads",
+    "sinkhorn",
     "softmax",
     "sum_of_heads",
     "tokens",
@@ -137,6 +139,7 @@ def l2(masked: bool | None = None) -> Reason:
 
 unnormalised_map: Reason = _head(PointwiseAttention, "sigmoid, ReLU, linear or exponential attention", None)
 rotary: Reason = _head(RotaryAttention, "RotaryAttention", False)
+sinkhorn: Reason = _head(SinkhornAttention, "SinkhornAttention", False)
 
 
 def single_heads(attention: Any, causal: bool = False) -> Iterator[tuple[Any, bool]]:

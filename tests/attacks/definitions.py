@@ -116,13 +116,18 @@ def log_sum(s):
 def sinkhorn(L, w):
     """Potentials ``f, h`` with ``sum_j w_j e^{L_ij + f_i + h_j} = 1`` and the same over i."""
     lw, h = np.log(w), np.zeros(L.shape[:-1], dtype=L.dtype)
-    for _ in range(SCALINGS):
+    scale, turning = 1.0 + np.abs(L.real).max(), 1e-13 * np.abs(L.imag).max()
+    for step in range(SCALINGS):
         f = -log_sum(L + (h + lw)[:, None, :])
         new = -log_sum(np.swapaxes(L, 1, 2) + (f + lw)[:, None, :])
         moved = new - h
         h = new
-        if np.abs(moved.real).max() < 1e-14 and np.abs(moved.imag).max() <= 1e-13 * np.abs(h.imag).max():
+        if np.abs(moved.real).max() < 1e-14 * scale and np.abs(moved.imag).max() <= turning:
             return f, h
+        if step % 100 == 99:  # slow: a Newton step for the fixed point of the two normalisations, constants left alone
+            k = np.exp(L + f[:, :, None] + h[:, None, :])
+            turn = np.swapaxes(k * w[:, :, None], 1, 2) @ (k * w[:, None, :])
+            h = h + np.linalg.solve(np.eye(L.shape[1]) - turn + w[:, None, :], moved[..., None])[..., 0]
     raise ArithmeticError("the alternate normalisations of this kernel are too slow for a reference")
 
 

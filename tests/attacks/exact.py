@@ -95,9 +95,11 @@ UNNORMALISED = {
 
 
 def weights(map: Map, head, x, at, X, w):
-    """Attention weights of the queries x, a row each; 0 for atoms that are masked (no Sinkhorn)."""
+    """Attention weights of the queries x, a row each; 0 for atoms that are masked."""
     clock = _clock(map, len(X))
     keys, rows = _keys(head, X, clock), []
+    if head.kind == "sinkhorn":  # softmax with the column potentials of the measure
+        w = [a * b for a, b in zip(w, _scalings(_queries(head, X, range(len(X)), clock), keys, w), strict=True)]
     for i, q in zip(at, _queries(head, x, at, clock), strict=True):
         seen = [j for j in range(len(X)) if not map.causal or clock[j] <= clock[i]]
         if head.kind == "l2":
@@ -114,6 +116,25 @@ def weights(map: Map, head, x, at, X, w):
         row = dict(zip(seen, P, strict=True))
         rows.append([row.get(j, mp.mpf(0)) for j in range(len(X))])
     return rows
+
+
+def _scalings(queries, keys, w):
+    """``v`` with ``sum_i w_i u_i k_ij v_j = 1`` for all j and the same over j, ``k = exp`` of the logits."""
+    n, W = len(w), mp.diag(w)
+    K = mp.matrix([[mp.exp(inner(q, k)) for k in keys] for q in queries])
+    v = mp.ones(n, 1)
+    for step in range(1000):
+        u = (K * W * v).apply(lambda a: 1 / a)
+        new = (K.T * W * u).apply(lambda a: 1 / a)
+        moved = mp.matrix([mp.log(a / b) for a, b in zip(new, v, strict=True)])
+        v = new
+        if mp.norm(moved, mp.inf) < mp.mpf(10) ** (8 - DIGITS):
+            return list(v)
+        if step > 30:  # a Newton step for the fixed point of the two normalisations, constants left alone
+            k = mp.diag(u) * K * mp.diag(v)
+            dh = mp.lu_solve(mp.eye(n) - k.T * W * k * W + mp.ones(n, 1) * mp.matrix(w).T, moved)
+            v = mp.matrix([a * mp.exp(b) for a, b in zip(v, dh, strict=True)])
+    raise ArithmeticError("a kernel that is not normalised in 1,000 steps")
 
 
 def gamma(map: Map, x, at, X, w):

@@ -215,6 +215,7 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         ("bounds.multi_head", on_domain(B.multi_head), {**SEVERAL, "masked": None, "orders": ORDERS}),
         ("bounds.pointwise_bound", on_domain(B.pointwise_bound), {"kinds": ALL[-4:], "masked": None, "orders": ORDERS}),
         ("bounds.rotary_row_bound", on_domain(B.rotary_row_bound), {"kinds": ("rotary",), "any_measure": False}),
+        ("bounds.sinkhorn_bound", on_domain(B.sinkhorn_bound), {"kinds": ("sinkhorn",), "orders": ORDERS}),
         ("bounds.table", on_domain(B.table), {"kinds": (*ALL, "rotary"), "masked": None, "orders": ORDERS}),
         (
             "relaxations.rows_and_columns",

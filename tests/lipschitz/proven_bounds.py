@@ -23,6 +23,7 @@ from otattn.attention import (
     RMSNorm,
     RotaryAttention,
     SigmoidAttention,
+    SinkhornAttention,
     SoftmaxAttention,
     TransformerBlock,
 )
@@ -49,6 +50,7 @@ IDENTITY = SoftmaxAttention.from_qkv(Q, K, np.eye(6))
 L2 = L2Attention(0.5 * A, 0.4 * A.T + 0.1 * np.eye(3), V)
 TIED = L2Attention(0.5 * A, 0.5 * A, 0.3 * A)
 ROTARY = RotaryAttention(0.4 * A[:2], 0.3 * A[1:], V, query_bias=[0.1, 0.2])
+SINKHORN = SinkhornAttention(A, V, tol=1e-12)
 HEADS = MultiHeadAttention([SOFTMAX, SoftmaxAttention(A.T, V)], [rng.standard_normal((2, 2)) for _ in range(2)])
 SEVERAL = MultiHeadAttention([SOFTMAX, L2], [rng.standard_normal((3, 2)) for _ in range(2)])
 PSD = SoftmaxAttention(np.diag([1.5, 1.0, 1.2]), V)
@@ -111,6 +113,8 @@ def closed_forms() -> dict[str, Maker]:
                 add(f"multi_head-{name}-{place}-{n}-{p}", bounds.multi_head, head, domain=domain, n=n, p=p)
         for name, head in UNNORMALISED.items():
             add(f"pointwise_bound-{name}-{place}", bounds.pointwise_bound, head, domain=domain, p=2.0)
+        for n, p in ((1, 2.0), (None, 2.0), (5, 1.0), (None, 1.5), (3, 4.0), (None, math.inf)):
+            add(f"sinkhorn_bound-{place}-{n}-{p}", bounds.sinkhorn_bound, SINKHORN, domain=domain, n=n, p=p)
         for name, block in BLOCKS.items():
             add(f"whole_block-{name}-{place}", bounds.whole_block, block, domain=domain, n=4)
     for n in (1, 6):

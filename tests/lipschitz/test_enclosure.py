@@ -67,8 +67,8 @@ def test_best_is_the_least_and_methods_select() -> None:
         oa.lipschitz_upper_bound(attention, radius=2.0, n=8, theorem="nothing")
     with pytest.raises(ValueError, match="effort must be"):
         oa.lipschitz_upper_bound(attention, radius=2.0, n=8, effort="huge")
-    with pytest.raises(ValueError, match="applies to SinkhornAttention"):
-        oa.lipschitz_upper_bound(oa.SinkhornAttention(np.eye(2), np.eye(2)), radius=2.0, n=8)
+    with pytest.raises(ValueError, match="applies to MaskedAttention"):
+        oa.lipschitz_upper_bound(oa.MaskedAttention(attention), radius=2.0, p=1)
 
 
 @pytest.mark.slow

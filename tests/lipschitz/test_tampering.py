@@ -20,7 +20,6 @@ from otattn.attention import (
     MaskedAttention,
     MultiHeadAttention,
     Residual,
-    RotaryAttention,
     SoftmaxAttention,
 )
 from otattn.errors import CertificateError
@@ -158,7 +157,7 @@ def maps(bound: Bound) -> Iterator[Any]:
     if isinstance(base, Compose | Residual | LayerNorm):
         yield Compose(base, base)
         yield Residual(base)
-    elif not isinstance(base, MaskedAttention | RotaryAttention):
+    elif base.maskable and not isinstance(base, MaskedAttention):
         yield MaskedAttention(base)
     if isinstance(base, MaskedAttention):
         yield base.attention
