@@ -11,19 +11,25 @@ from otattn.attention import (
     AttentionMap,
     Compose,
     ExponentialAttention,
+    GatedAttention,
     L2Attention,
     LayerNorm,
     LinearAttention,
+    Mask,
     MaskedAttention,
     MultiHeadAttention,
+    PositionBias,
     ReLUAttention,
     Residual,
     RMSNorm,
     RotaryAttention,
+    Rotation,
+    ScoreAttention,
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
     TransformerBlock,
+    grouped_queries,
 )
 from otattn.models import Transformer, bert, gpt2, llama
 
@@ -76,8 +82,12 @@ def mlp(rng: Rng, activation: str = "gelu", e: int = D) -> MLP:
     )
 
 
+def norm_of(rng: Rng, d: int) -> LayerNorm:
+    return LayerNorm(1.0 + 0.3 * rng.standard_normal(d), rng.standard_normal(d), eps=1e-3)
+
+
 def norm(rng: Rng) -> LayerNorm:
-    return LayerNorm(1.0 + 0.3 * rng.standard_normal(D), rng.standard_normal(D), eps=1e-3)
+    return norm_of(rng, D)
 
 
 def block(rng: Rng, pre_norm: bool, *, masked: bool = False) -> TransformerBlock:
@@ -101,6 +111,64 @@ def networks(rng: Rng) -> dict[str, Transformer]:
         "llama": llama(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
     }
 
+
+def rms(rng: Rng, k: int) -> RMSNorm:
+    return RMSNorm(1.0 + 0.3 * rng.standard_normal(k), eps=0.3)
+
+
+def score(rng: Rng, *, k: int = 4, e: int = D, **parts: object) -> ScoreAttention:
+    biases = {"query_bias": rng.standard_normal(k), "key_bias": rng.standard_normal(k)}
+    biases["value_bias"] = rng.standard_normal(e)
+    return ScoreAttention(mat(rng, k), mat(rng, k), mat(rng, e), **biases, **parts)  # type: ignore[arg-type]
+
+
+def every_part(rng: Rng, e: int = 2) -> ScoreAttention:
+    """All parts at once, as no single model has them."""
+    return score(
+        rng,
+        e=e,
+        query_norm=rms(rng, 4),
+        key_norm=rms(rng, 4),
+        value_norm=rms(rng, e),
+        rotation=Rotation([1.3], layout="adjacent"),
+        bias=PositionBias(0.3, table=rng.standard_normal(7)),
+        cap=0.8,
+        mask=Mask(before=3),
+        sink=0.4,
+    )
+
+
+def grouped(rng: Rng) -> MultiHeadAttention:
+    """Two heads of queries on one of keys, each with a sink of its own."""
+    Q, K, V = mat(rng, 8), mat(rng, 4), mat(rng, 2)
+    own = [{"sink": 0.3}, {"sink": -1.0}]
+    return grouped_queries(Q, K, V, mat(rng, D, 4), num_heads=2, num_kv_heads=1, per_head=own, rotation=Rotation([1.0]))
+
+
+SCORES: dict[str, Callable[[Rng], AttentionMap]] = {
+    "score": lambda r: score(r),
+    "score-rotation": lambda r: score(r, rotation=Rotation.of_base(50.0, 4)),
+    "score-alibi": lambda r: score(r, bias=PositionBias(0.5), mask=Mask()),
+    "score-t5": lambda r: score(r, scale=1.0, bias=PositionBias(table=r.standard_normal(5))),
+    "score-window": lambda r: score(r, mask=Mask(before=2)),
+    "score-window-open": lambda r: score(r, mask=Mask(False, before=2, after=2.5), length=4.0, e=2),
+    "score-blocks": lambda r: score(r, mask=Mask.blocks([1, 1], causal=False), length=2.0),
+    "score-qk-norm": lambda r: score(r, query_norm=rms(r, 4), key_norm=norm_of(r, 4)),
+    "score-cosine": lambda r: score(r, query_norm=RMSNorm([0.5] * 4), key_norm=RMSNorm([0.5] * 4, eps=0.1), scale=3.0),
+    "score-value-norm": lambda r: score(r, value_norm=rms(r, D)),
+    "score-cap": lambda r: score(r, cap=0.7, e=2),
+    "score-sink": lambda r: score(r, mask=Mask(), sink=0.5),
+    "score-sink-open": lambda r: score(r, sink=-0.5, length=2.0, e=5),
+    "score-every-part": every_part,
+    "gated": lambda r: GatedAttention(qkv(r, 2, 2), mat(r, 2), r.standard_normal(2)),
+    "gated-alike": lambda r: GatedAttention(MaskedAttention(qkv(r, 2)), mat(r, 1)),
+    "gated-score": lambda r: GatedAttention(every_part(r), mat(r, 2)),
+    "grouped": grouped,
+    "block-score": lambda r: TransformerBlock(
+        every_part(r, D), mlp(r), attention_norm=norm(r), mlp_norm=norm(r), pre_norm=True
+    ),
+}
+"""Attention with composed logits."""
 
 MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "softmax": lambda r: SoftmaxAttention(mat(r), mat(r)),
@@ -161,4 +229,5 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "network-gpt2": lambda r: networks(r)["gpt2"].map(),
     "network-llama": lambda r: networks(r)["llama"].map(),
     "network-gpt2-last-layer": lambda r: networks(r)["gpt2"].map(-1, final_norm=False),
+    **SCORES,
 }

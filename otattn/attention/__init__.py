@@ -16,6 +16,15 @@ from otattn.attention.pointwise import (
     SigmoidAttention,
 )
 from otattn.attention.rotary import RotaryAttention
+from otattn.attention.scores import (
+    GatedAttention,
+    Mask,
+    PositionBias,
+    Rotation,
+    ScoreAttention,
+    alibi_slopes,
+    grouped_queries,
+)
 from otattn.attention.sinkhorn import SinkhornAttention
 from otattn.attention.softmax import SoftmaxAttention
 from otattn.attention.tokenwise import MLP, LayerNorm, RMSNorm, TokenwiseMap
@@ -27,20 +36,27 @@ __all__ = [
     "ExponentialAttention",
     "FeedForward",
     "FunctionAttention",
+    "GatedAttention",
     "JacobianOperator",
     "L2Attention",
     "LayerNorm",
     "LinearAttention",
+    "Mask",
     "MaskedAttention",
     "MultiHeadAttention",
     "PointwiseAttention",
+    "PositionBias",
     "RMSNorm",
     "ReLUAttention",
     "Residual",
     "RotaryAttention",
+    "Rotation",
+    "ScoreAttention",
     "SigmoidAttention",
     "SinkhornAttention",
     "SoftmaxAttention",
     "TokenwiseMap",
     "TransformerBlock",
+    "alibi_slopes",
+    "grouped_queries",
 ]

@@ -49,6 +49,8 @@ class RotaryAttention(SingleHead):
         r/2)``, as in checkpoints of Hugging Face.
     rotary_dim : int, optional
         Even number r of leading coordinates that are turned, all k by default.
+    frequencies : array_like (r / 2,), optional
+        Any angles per position in place of those of ``base`` and ``rotary_dim``.
     scale : float, optional
         ``1 / sqrt(k)`` by default.
     query_bias, key_bias : array_like (k,), optional
@@ -108,6 +110,7 @@ class RotaryAttention(SingleHead):
         base: float = 10_000.0,
         layout: str = "adjacent",
         rotary_dim: int | None = None,
+        frequencies: ArrayLike | None = None,
         scale: float | None = None,
         query_bias: ArrayLike | None = None,
         key_bias: ArrayLike | None = None,
@@ -120,7 +123,9 @@ class RotaryAttention(SingleHead):
         values = check.matrix(V, "V", shape=(None, d))
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, received {layout!r}; see the model's code.")
+        given = None if frequencies is None else check.vector(frequencies, "frequencies")
         turned = k if rotary_dim is None else check.count(rotary_dim, "rotary_dim")
+        turned = turned if given is None else 2 * len(given)
         if turned % 2 or turned > k:
             raise ValueError(
                 f"rotary_dim must be even and at most k = {k}, received {turned}; coordinates are turned in pairs."
@@ -137,7 +142,7 @@ class RotaryAttention(SingleHead):
             if value_bias is None
             else check.frozen(check.vector(value_bias, "value_bias", size=len(values))),
             "scale": 1.0 / np.sqrt(k) if scale is None else check.as_float_array(scale, "scale", ndim=0).item(),
-            "frequencies": check.frozen(float(base) ** (-np.arange(0, turned, 2) / turned)),
+            "frequencies": check.frozen(float(base) ** (-np.arange(0, turned, 2) / turned) if given is None else given),
             "layout": layout,
             "length": None if length is None else check.positive(length, "length"),
             "masked": bool(masked),
@@ -175,11 +180,8 @@ class RotaryAttention(SingleHead):
         return out
 
     def _rebuilt(self) -> RotaryAttention:
-        names = ("layout", "scale", "query_bias", "key_bias", "value_bias", "length", "masked")
-        options = {name: getattr(self, name) for name in names}
-        out = RotaryAttention(self.Q, self.K, self.V, rotary_dim=2 * len(self.frequencies), **options)
-        object.__setattr__(out, "frequencies", check.frozen(check.vector(self.frequencies, "frequencies")))
-        return out
+        names = ("frequencies", "layout", "scale", "query_bias", "key_bias", "value_bias", "length", "masked")
+        return RotaryAttention(self.Q, self.K, self.V, **{name: getattr(self, name) for name in names})
 
     def form(self, offset: float = 0.0) -> Array:
         """The bilinear form ``A(i - j)`` of tokens that are ``offset = i - j`` positions apart, ``(d, d)``."""
