@@ -9,6 +9,7 @@ from otattn.lipschitz.lower.published import (
 )
 from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
 from otattn.lipschitz.upper.blocks import whole_block
+from otattn.lipschitz.upper.gates_and_heads import gated_bound, heads_bound
 from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
 from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
 from otattn.lipschitz.upper.multi_head import multi_head
@@ -19,7 +20,12 @@ from otattn.lipschitz.upper.published import (
     kim2021_dot_product,
     kim2021_l2,
 )
-from otattn.lipschitz.upper.rotary import rotary_row_bound
+from otattn.lipschitz.upper.scores import (
+    rotary_row_bound,
+    score_average_bound,
+    score_column_bound,
+    score_row_bound,
+)
 from otattn.lipschitz.upper.sinkhorn import sinkhorn_bound
 from otattn.lipschitz.upper.softmax import column_bound, column_sum, density_bound, field_bound, row_bound
 from otattn.lipschitz.upper.unnormalised import pointwise_bound
@@ -39,7 +45,9 @@ __all__ = [
     "density_bound",
     "density_constant",
     "field_bound",
+    "gated_bound",
     "geshkovski2024_mean_field",
+    "heads_bound",
     "hoelder_constant",
     "kim2021_dot_product",
     "kim2021_l2",
@@ -53,6 +61,9 @@ __all__ = [
     "rotary_row_bound",
     "row_bound",
     "row_norm",
+    "score_average_bound",
+    "score_column_bound",
+    "score_row_bound",
     "sinkhorn_bound",
     "table",
     "whole_block",

@@ -16,13 +16,13 @@ from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import largest_norm, see
 from otattn.lipschitz.lower import published as published_below
 from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, resolve_domain
-from otattn.lipschitz.upper import blocks, l2, masked, multi_head, published, rotary, unnormalised
+from otattn.lipschitz.upper import blocks, gates_and_heads, l2, masked, multi_head, published, scores, unnormalised
 from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["BoundTable", "Crossover", "closed_bounds", "crossover", "table"]
 
-CLOSED = (l2, masked, published, published_below, rotary, multi_head, unnormalised, blocks)
+CLOSED = (l2, masked, published, published_below, scores, multi_head, unnormalised, blocks, gates_and_heads)
 """The modules whose theorems a table shows: they are registered when their modules are read."""
 
 

@@ -13,15 +13,20 @@ from otattn.attention import (
     MLP,
     ExponentialAttention,
     FeedForward,
+    GatedAttention,
     L2Attention,
     LayerNorm,
     LinearAttention,
+    Mask,
     MaskedAttention,
     MultiHeadAttention,
+    PositionBias,
     ReLUAttention,
     Residual,
     RMSNorm,
     RotaryAttention,
+    Rotation,
+    ScoreAttention,
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
@@ -51,7 +56,22 @@ L2 = L2Attention(0.5 * A, 0.4 * A.T + 0.1 * np.eye(3), V)
 TIED = L2Attention(0.5 * A, 0.5 * A, 0.3 * A)
 ROTARY = RotaryAttention(0.4 * A[:2], 0.3 * A[1:], V, query_bias=[0.1, 0.2])
 SINKHORN = SinkhornAttention(A, V, tol=1e-12)
+QK = {"query_norm": RMSNorm([0.9, -0.6], eps=0.2), "key_norm": LayerNorm([0.7, 1.1], [0.2, -0.1], eps=0.3)}
+SCORES = {
+    "capped": ScoreAttention(A[:2], A[1:], V, cap=0.4, query_bias=[0.1, 0.2], key_bias=[0.3, -0.2]),
+    "normed": ScoreAttention(A[:2], A[1:], V, **QK, sink=0.3, length=2.0, value_bias=[0.4, 0.1]),
+    "causal": ScoreAttention(A[:2], A[1:], V, cap=0.4, rotation=Rotation([1.0]), mask=Mask(), sink=0.2),
+    "window": ScoreAttention(
+        A[:2], A[1:], V, **QK, mask=Mask(False, before=2, after=1), bias=PositionBias(0.1, table=[0.2, 0.0, 0.5])
+    ),
+    "blocks": ScoreAttention(A[:2], A[1:], V, cap=0.4, mask=Mask.blocks([2, 3])),
+}
 HEADS = MultiHeadAttention([SOFTMAX, SoftmaxAttention(A.T, V)], [rng.standard_normal((2, 2)) for _ in range(2)])
+GATES = {
+    "softmax": GatedAttention(SOFTMAX, rng.standard_normal((2, 3)), [0.3, -0.5]),
+    "score": GatedAttention(SCORES["window"], rng.standard_normal((1, 3))),
+}
+GROUPED = MultiHeadAttention([SCORES["causal"], SCORES["window"]], [rng.standard_normal((3, 2)) for _ in range(2)])
 SEVERAL = MultiHeadAttention([SOFTMAX, L2], [rng.standard_normal((3, 2)) for _ in range(2)])
 PSD = SoftmaxAttention(np.diag([1.5, 1.0, 1.2]), V)
 UNNORMALISED = {
@@ -111,12 +131,36 @@ def closed_forms() -> dict[str, Maker]:
             add(f"l2_column_bound-{place}-{n}-{p}", bounds.l2_column_bound, L2, domain=domain, n=n, p=p)
             for name, head in (("two", HEADS), ("mixed", SEVERAL)):
                 add(f"multi_head-{name}-{place}-{n}-{p}", bounds.multi_head, head, domain=domain, n=n, p=p)
+        for name, head in SCORES.items():
+            for n in (1, 4):
+                add(f"score_row_bound-{name}-{place}-{n}", bounds.score_row_bound, head, domain=domain, n=n)
+                for p in (1.0, 1.5, 2.0, math.inf):
+                    at = f"{name}-{place}-{n}-{p}"
+                    add(f"score_column_bound-{at}", bounds.score_column_bound, head, domain=domain, n=n, p=p)
+        for n, p in ((1, 2.0), (4, 1.0), (4, 2.0)):
+            for name, head in GATES.items():
+                add(f"gated_bound-{name}-{place}-{n}-{p}", bounds.gated_bound, head, domain=domain, n=n, p=p)
+            add(f"heads_bound-{place}-{n}-{p}", bounds.heads_bound, GROUPED, domain=domain, n=n, p=p)
+        for p in (1.5, 3.0):
+            at = f"causal-{place}-{p}"
+            add(f"score_average_bound-{at}", bounds.score_average_bound, SCORES["causal"], domain=domain, p=p)
+            add(
+                f"score_column_bound-capped-{place}-{p}",
+                bounds.score_column_bound,
+                SCORES["capped"],
+                domain=domain,
+                p=p,
+            )
         for name, head in UNNORMALISED.items():
             add(f"pointwise_bound-{name}-{place}", bounds.pointwise_bound, head, domain=domain, p=2.0)
         for n, p in ((1, 2.0), (None, 2.0), (5, 1.0), (None, 1.5), (3, 4.0), (None, math.inf)):
             add(f"sinkhorn_bound-{place}-{n}-{p}", bounds.sinkhorn_bound, SINKHORN, domain=domain, n=n, p=p)
         for name, block in BLOCKS.items():
             add(f"whole_block-{name}-{place}", bounds.whole_block, block, domain=domain, n=4)
+    everywhere = ScoreAttention(A[:2], A[1:], V, **QK, value_norm=RMSNorm([0.8, 1.3], eps=0.1))
+    for n in (1, 4):
+        add(f"score_row_bound-everywhere-{n}", bounds.score_row_bound, everywhere, n=n)
+        add(f"score_column_bound-everywhere-{n}", bounds.score_column_bound, everywhere, n=n, p=1.5)
     for n in (1, 6):
         for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
             add(f"castin2024_discrete-{name}-{n}", bounds.castin2024_discrete, head, radius=0.8, n=n)

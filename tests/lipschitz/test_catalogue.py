@@ -8,6 +8,7 @@ from otattn.lipschitz import catalogue
 from otattn.lipschitz.theorem import THEOREMS, theorem
 
 SOFTMAX = oa.SoftmaxAttention([[1.0, 0.3], [-0.2, 0.8]], [[0.9, 0.4], [0.1, -0.7]])
+NORM = oa.RMSNorm([1.0, 2.0], eps=0.1)
 MAPS = {
     "softmax": SOFTMAX,
     "biased": oa.SoftmaxAttention(np.eye(2), np.eye(2), bias=[1.0, 0.0]),
@@ -21,6 +22,12 @@ MAPS = {
     "masked heads": oa.MaskedAttention(oa.MultiHeadAttention([SOFTMAX, SOFTMAX])),
     "mixed heads": oa.MultiHeadAttention([SOFTMAX, oa.SigmoidAttention(np.eye(2), np.eye(2))]),
     "rotary": oa.RotaryAttention(np.eye(2), np.eye(2), np.eye(2)),
+    "score": oa.ScoreAttention(np.eye(2), np.eye(2), np.eye(2), cap=0.5),
+    "score on all of space": oa.ScoreAttention(
+        np.eye(2), np.eye(2), np.eye(2), query_norm=NORM, key_norm=NORM, value_norm=NORM, sink=0.0, mask=oa.Mask()
+    ),
+    "gated": oa.GatedAttention(SOFTMAX, np.eye(2)),
+    "rotary heads": oa.MultiHeadAttention([oa.RotaryAttention(np.eye(2), np.eye(2), np.eye(2))] * 2),
     "sinkhorn": oa.SinkhornAttention(np.eye(2), np.eye(2)),
     "norm": oa.LayerNorm(np.ones(2), eps=1e-3),
 }
@@ -42,7 +49,7 @@ def test_what_is_said_to_apply_applies_and_the_rest_gives_its_reason(name: str, 
                 assert why.strip()
                 with pytest.raises(ValueError, match="does not apply"):
                     catalogue_prove(record.key, attention, domain, n, p)
-            elif domain is not None or record.published:
+            elif domain is not None or record.everywhere:
                 bound = catalogue_prove(record.key, attention, domain, n, p)
                 assert (bound.theorem, bound.kind, bound.quantity) == (record.key, record.kind, record.quantity)
                 assert (bound.n, bound.p) == (n, p if record.key != "field_bound" else bound.p)
@@ -177,5 +184,7 @@ def test_only_what_holds_on_all_of_space_applies_without_a_domain() -> None:
     """Softmax attention is not Lipschitz on R^d: no upper bound may say that it applies there."""
     for name, attention in MAPS.items():
         applying = [row["theorem"] for row in oa.theorems(attention, n=3).rows() if row["applies"]]
-        assert set(applying) <= {"kim2021_l2", "kim2021_dot_product"}, name
+        scores = {"score_row_bound", "score_column_bound", "score_average_bound"} if "all of space" in name else set()
+        assert set(applying) <= {"kim2021_l2", "kim2021_dot_product"} | scores, name
+        assert set(applying) >= scores
     assert [r["theorem"] for r in oa.theorems(MAPS["tied"], n=3).rows() if r["applies"]] == ["kim2021_l2"]

@@ -13,10 +13,13 @@ import pytest
 
 from otattn.attention import (
     AttentionMap,
+    GatedAttention,
     L2Attention,
+    Mask,
     MaskedAttention,
     MultiHeadAttention,
     RotaryAttention,
+    ScoreAttention,
     SigmoidAttention,
     SoftmaxAttention,
 )
@@ -55,7 +58,15 @@ CALLS: list[tuple[str, dict[str, Any], AttentionMap]] = [
     ("multi_head", {"radius": 1.0}, HEADS),
     ("pointwise_bound", {"radius": 1.0}, SigmoidAttention(A, V)),
     ("rotary_row_bound", {"radius": 1.0}, RotaryAttention(np.eye(2), np.eye(2), V)),
+    ("gated_bound", {"radius": 1.0}, GatedAttention(SOFTMAX, np.eye(2))),
+    ("heads_bound", {"radius": 1.0}, MultiHeadAttention([SOFTMAX, ScoreAttention(A, A, V, cap=0.5)])),
     ("row_bound", {"radius": 1.0}, SOFTMAX),
+    ("score_average_bound", {"radius": 1.0}, ScoreAttention(A, A, V, cap=0.5, mask=Mask())),
+    ("score_column_bound", {"radius": 1.0}, ScoreAttention(A, A, V, cap=0.5)),
+    ("score_column_bound", {"radius": 1.0, "p": 1}, ScoreAttention(A, A, V, cap=0.5, mask=Mask())),
+    ("score_column_bound", {"radius": 1.0}, ScoreAttention(A, A, V, mask=Mask(before=500))),
+    ("score_column_bound", {"radius": 1.0}, ScoreAttention(A, A, V, mask=Mask(False, before=9, after=500))),
+    ("score_row_bound", {"radius": 1.0}, ScoreAttention(A, A, V, sink=1.0, mask=Mask(before=500))),
 ]
 FALLING = {"castin2024_discrete_lower", "kim2021_dot_product"}
 """Lower bounds: the published formula of the first falls again, the second knows whether n is odd."""

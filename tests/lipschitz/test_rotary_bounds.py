@@ -5,7 +5,7 @@ import pytest
 
 from otattn.attention import SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
-from otattn.lipschitz.upper.rotary import rotary_row_bound
+from otattn.lipschitz.upper.scores import rotary_row_bound
 from otattn.measures import Ball, Ellipsoid
 
 

@@ -22,8 +22,8 @@ is a coupling of ``F mu`` and ``F nu``, so with an optimal pi L is at least the 
 
 **Token-wise maps**: :mod:`otattn.lipschitz.upper.token_maps`.
 
-**Images.** Attention with normalised kernels gives averages of its values: ``||V|| R + |b_V|`` a head, through its output
-matrix. A residual connection gives the ball of radius ``R + |s| R_out``.
+**Images.** Attention with normalised kernels gives averages of its values: ``||V|| R + |b_V|`` a head (those of a sink are zero,
+gates are at most one), through its output matrix. A residual connection gives the ball of radius ``R + |s| R_out``.
 
 Such products say little of a network at its tokens (:mod:`otattn.lipschitz.local.depth`): they hold everywhere in the domain, at
 the worst tokens of each part at once, and no token is at the worst place of two parts. Constants of ``10^264`` for ordinary
@@ -45,12 +45,14 @@ from otattn.attention import (
     MLP,
     Compose,
     FeedForward,
+    GatedAttention,
     L2Attention,
     LayerNorm,
     MaskedAttention,
     MultiHeadAttention,
     Residual,
     RotaryAttention,
+    ScoreAttention,
     SinkhornAttention,
     SoftmaxAttention,
 )
@@ -58,18 +60,27 @@ from otattn.lipschitz.arithmetic.intervals import is_interval
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import largest_norm
+from otattn.lipschitz.constants.scores import ScoreNumbers
 from otattn.lipschitz.theorem import THEOREMS, Theorem, theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.lipschitz.upper.token_maps import SLOPES, Setting, radius_of, token_map
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["whole_block"]
+__all__ = ["best_own", "own_theorems", "reach", "whole_block"]
 
 KEY = "whole_block"
 WIDE = 64
-_NORMALISED = (SoftmaxAttention, L2Attention, RotaryAttention, SinkhornAttention)
+_NORMALISED = (SoftmaxAttention, L2Attention, RotaryAttention, SinkhornAttention, ScoreAttention)
 _TOKENWISE = (LayerNorm, MLP, FeedForward)
-_ATTENTION = (SoftmaxAttention, L2Attention, RotaryAttention, MaskedAttention, MultiHeadAttention)
+_ATTENTION = (
+    SoftmaxAttention,
+    L2Attention,
+    RotaryAttention,
+    ScoreAttention,
+    MaskedAttention,
+    GatedAttention,
+    MultiHeadAttention,
+)
 
 
 def _composite(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
@@ -90,7 +101,7 @@ def _unknown(part: Any, n: int | None, p: float) -> str | None:
         return None if known else f"the slopes of {getattr(part, 'activation', None)!r} are not known"
     if not isinstance(part, _ATTENTION) or not _normalised(part):
         return f"no rule for {type(part).__name__} inside a block"
-    if _own_theorems(part, Ball(1.0), n, p):
+    if own_theorems(part, Ball(1.0), n, p):
         return None
     if isinstance(part, MultiHeadAttention):
         return next((why for head in part.heads if (why := _unknown(head, n, p)) is not None), None)
@@ -100,12 +111,14 @@ def _unknown(part: Any, n: int | None, p: float) -> str | None:
 def _normalised(part: Any) -> bool:
     if isinstance(part, MaskedAttention):
         return _normalised(part.attention)
+    if isinstance(part, GatedAttention):
+        return _normalised(part.map)
     if isinstance(part, MultiHeadAttention):
         return all(_normalised(h) for h in part.heads)
     return isinstance(part, _NORMALISED)
 
 
-def _own_theorems(part: Any, domain: Domain, n: int | None, p: float) -> list[tuple[Theorem, int | None]]:
+def own_theorems(part: Any, domain: Domain, n: int | None, p: float) -> list[tuple[Theorem, int | None]]:
     """Closed forms of our own that apply, each with its number of tokens (a bound for any measure is one for n).
 
     In many dimensions these take seconds each: where a theorem has a form for n tokens, that one alone is asked.
@@ -214,16 +227,21 @@ def _residual(part: Residual, domain: Domain, s: Setting, where: str) -> _Found:
     return _Found(value, Ball(radius_of(reach)), inner.rows)
 
 
-def _attention(part: Any, domain: Domain, R: Any, s: Setting, where: str) -> _Found:
+def best_own(part: Any, domain: Domain, s: Setting) -> tuple[float, str]:
+    """The least logarithm that a closed form of ours proves for an attention map, and its key; inf when there is none."""
     candidates = [
-        (record.evaluate(part, domain, n, s.p, s.exact), record.key)
-        for record, n in _own_theorems(part, domain, s.n, s.p)
+        (record.evaluate(part, domain, n, s.p, s.exact).log_value, record.key)
+        for record, n in own_theorems(part, domain, s.n, s.p)
         if record.rigorous or not s.exact
     ]
-    best = min(((b.log_value, key) for b, key in candidates), default=(math.inf, ""))
-    if isinstance(part, MultiHeadAttention) and not candidates:
+    return min(candidates, default=(math.inf, ""))
+
+
+def _attention(part: Any, domain: Domain, R: Any, s: Setting, where: str) -> _Found:
+    best = best_own(part, domain, s)
+    if isinstance(part, MultiHeadAttention) and not best[1]:
         best = min(best, (top(_sum_of_heads(part, domain, R, s, where)), KEY))
-    return _leaf(s.number(best[0]), Ball(radius_of(_reach(part, R, s))), part, R, best[1], where)
+    return _leaf(s.number(best[0]), Ball(radius_of(reach(part, R, s))), part, R, best[1], where)
 
 
 def _sum_of_heads(part: MultiHeadAttention, domain: Domain, R: Any, s: Setting, where: str) -> Any:
@@ -236,14 +254,23 @@ def _sum_of_heads(part: MultiHeadAttention, domain: Domain, R: Any, s: Setting, 
     return log_sum(*terms) if terms else -math.inf
 
 
-def _reach(part: Any, R: Any, s: Setting) -> Any:
-    """The largest norm of a value: an average of ``V y + b_V``."""
+def reach(part: Any, R: Any, s: Setting) -> Any:
+    """The largest norm of a value: an average of ``V y + b_V``, less with a sink or a gate; None where it is not known."""
     if isinstance(part, MaskedAttention):
-        return _reach(part.attention, R, s)
+        return reach(part.attention, R, s)
+    if isinstance(part, GatedAttention):
+        return reach(part.map, R, s)
     if isinstance(part, MultiHeadAttention):
         total = s.length(part.output_bias)
         for h, head in enumerate(part.heads):
             w = 1.0 if part.outputs is None else s.norm(part.outputs[h])
-            total = total + product(w, _reach(head, R, s))
+            one = reach(head, R, s)
+            if one is None:
+                return None
+            total = total + product(w, one)
         return total
+    if isinstance(part, ScoreAttention):
+        return ScoreNumbers(part, Ball(radius_of(R)), s.exact).reach
+    if not isinstance(part, _NORMALISED):
+        return None
     return product(s.norm(part.V), R) + s.length(getattr(part, "value_bias", None))

@@ -17,8 +17,8 @@ from otattn.lipschitz.relaxations import field_certificate
 from otattn.lipschitz.upper.mean_field import _Barycentre, _covariance_bound, mean_field
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
-from otattn.lipschitz.upper.rotary import rotary_row_bound
 from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, rows_and_columns
+from otattn.lipschitz.upper.scores import rotary_row_bound
 from otattn.measures import Ball, Box
 
 SIZES = (2, 3, 4, 8, 64, 1000, 10**6)
