@@ -119,7 +119,8 @@ def lipschitz_upper_bound(
     Parameters
     ----------
     attention : AttentionMap
-        Softmax, L2, unnormalised, or multi-head attention of such, masked or not (masked: the conditional W_p).
+        Softmax, L2, unnormalised, rotary attention, attention with composed logits, gated or multi-head attention of such, masked
+        or not (masked: the conditional W_p).
     radius : float, optional
         Tokens in the centred ball of this radius; or ``domain``.
     domain : Domain, optional

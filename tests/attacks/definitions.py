@@ -17,6 +17,8 @@ STEP = 1e-30
 """Imaginary step: its square is below rounding for every logit, so the derivative is exact to rounding."""
 SCALINGS = 20_000
 """Alternate normalisations of a Sinkhorn kernel at most; those that are not done by then raise."""
+SCORES = ("score", "open score")
+"""Composed logits, with positions and without."""
 UNNORMALISED = {
     "linear": lambda s: s,
     "relu": lambda s: np.where(s.real > 0, s, 0),
@@ -41,13 +43,17 @@ class Head:
     def values(self, X):
         """What the weights average."""
         Y = X @ self.par["V"].T
+        if self.kind in SCORES:
+            Y = normed(Y + self.par["b"], self.par["value_norm"])
         for W in self.outputs:
             Y = Y @ W.T
         return Y
 
     def bias(self):
         """The value bias after the outputs; only normalised heads have one, so that it is added as it is."""
-        b = self.par.get("b", np.zeros(len(self.par["V"])))
+        b = np.zeros(len(self.par["V"]))
+        if self.kind not in SCORES:  # there it is part of the values: a sink leaves less of it
+            b = self.par.get("b", b)
         for W in self.outputs:
             b = W @ b
         return b
@@ -61,11 +67,12 @@ class Map:
     causal: bool = False
     times: tuple[float, ...] | None = None
     bias: tuple[float, ...] | None = None
+    gate: tuple[Any, Any] | None = None
 
     @property
     def ordered(self) -> bool:
         """Tokens have times that matter, so that distances are conditional."""
-        return self.causal or any(h.kind == "rotary" for h in self.heads)
+        return self.causal or any(h.kind in ("rotary", "score") for h in self.heads)
 
     def clock(self, n: int) -> np.ndarray:
         """Times of the tokens."""
@@ -87,9 +94,56 @@ def turned(z, positions, par):
     return out
 
 
+def normed(z, norm):
+    """``gain (z - mean) / sqrt(mean square + eps) + shift``, the mean left alone for RMSNorm."""
+    if norm is None:
+        return z
+    gain, shift, eps, centred = norm
+    y = z - z.mean(-1, keepdims=True) if centred else z
+    return gain * y / np.sqrt((y * y).mean(-1, keepdims=True) + eps) + shift
+
+
+def places(par, clock):
+    """Positions of the tokens."""
+    return clock * (len(np.unique(clock)) if par["length"] is None else par["length"])
+
+
+def composed(head: Head, x, at, X, clock):
+    """Logits of queries and keys that are normalised, turned, capped and biased; minus infinity where nothing is seen."""
+    p = head.par
+    q = normed(x @ p["Q"].T + p["bq"], p["query_norm"])
+    k = normed(X @ p["K"].T + p["bk"], p["key_norm"])
+    place = places(p, clock)
+    if p["omega"]:
+        angles = place[:, None] * np.array(p["omega"])
+        z = [np.array(q), np.array(k)]
+        for one, many in ((z[0], angles[at]), (z[1], angles)):
+            r = many.shape[1]
+            a, b = np.array(one[..., :r]), np.array(one[..., r : 2 * r])
+            one[..., :r], one[..., r : 2 * r] = a * np.cos(many) - b * np.sin(many), a * np.sin(many) + b * np.cos(many)
+        q, k = z
+    S = p["scale"] * np.einsum("bik,bjk->bij", q, k)
+    if p["cap"] is not None:
+        S = p["cap"] * np.tanh(S / p["cap"])
+    apart = place[None, :] - place[at][:, None]
+    S = S - p["slope"] * np.abs(apart)
+    if p["table"] is not None:
+        m = len(p["table"]) // 2
+        S = S + np.array(p["table"])[np.clip(np.rint(apart), -m, m).astype(int) + m]
+    return np.where(sees(p, apart), S, -np.inf)
+
+
+def sees(par, apart):
+    """Which atoms are seen, by ``j - i``."""
+    before, after, causal = par["window"]
+    return (apart >= -before - 1e-6) & (apart <= (0.0 if causal else after + 1e-6))
+
+
 def logits(head: Head, x, at, X, clock=None):
     """Of the queries ``x (B, m, d)``, which stand at the tokens ``at (m,)``, with all keys: ``(B, m, n)``."""
     p = head.par
+    if head.kind in SCORES:
+        return composed(head, x, at, X, clock)
     if head.kind == "l2":
         q, k = x @ p["Q"].T, X @ p["K"].T
         return -((q[:, :, None] - k[:, None]) ** 2).sum(-1)
@@ -138,6 +192,12 @@ def weights(map: Map, head: Head, x, at, X, w, potential=None):
     seen = clock <= clock[at][:, None] if map.causal else np.ones(L.shape[1:], bool)
     if head.kind in UNNORMALISED:
         return np.where(seen, UNNORMALISED[head.kind](np.where(seen, L, 0)), 0) * w[:, None, :]
+    if head.kind in SCORES and head.par["sink"] is not None:
+        p = head.par
+        count = len(np.unique(clock)) if p["length"] is None else p["length"]
+        with np.errstate(divide="ignore"):
+            rest = np.full((*L.shape[:2], 1), p["sink"] - np.log(count), dtype=L.dtype)
+            return softmax(np.concatenate([L + np.log(w)[:, None, :], rest], axis=2))[:, :, :-1]
     if head.kind == "sinkhorn":
         L = L + (sinkhorn(L, w)[1] if potential is None else potential)[:, None, :]
     return softmax(np.where(seen, L + np.log(w)[:, None, :], -np.inf))
@@ -149,7 +209,7 @@ def gamma(map: Map, x, at, X, w, potentials=None):
     for k, head in enumerate(map.heads):
         P = weights(map, head, x, at, X, w, None if potentials is None else potentials[k])
         total = total + np.einsum("bij,bje->bie", P, head.values(X)) + head.bias()
-    return total
+    return total if map.gate is None else total * UNNORMALISED["sigmoid"](x @ map.gate[0].T + map.gate[1] + 0j)
 
 
 def image(map: Map, X, w):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mpmath as mp
 import numpy as np
-from definitions import Map, orders
+from definitions import SCORES, Map, orders, sees
 
 DIGITS = 100
 NUDGE = mp.mpf(10) ** -35
@@ -55,6 +55,54 @@ def _turn(z, place, p):
     return out
 
 
+def _normed(z, norm):
+    if norm is None:
+        return z
+    gain, shift, eps, centred = norm
+    middle = mp.fsum(z) / len(z) if centred else mp.mpf(0)
+    y = [a - middle for a in z]
+    root = mp.sqrt(mp.fsum(a * a for a in y) / len(y) + mp.mpf(float(eps)))
+    return [mp.mpf(float(g)) * a / root + mp.mpf(float(b)) for g, a, b in zip(gain, y, shift, strict=True)]
+
+
+def _feature(p, name, x, place):
+    z = _normed(
+        plus(times(exact(p[name]), x), exact(p["b" + name.lower()])), p["query_norm" if name == "Q" else "key_norm"]
+    )
+    out, r = list(z), len(p["omega"])
+    for t, w in enumerate(p["omega"]):
+        angle = place * mp.mpf(float(w))
+        out[t] = z[t] * mp.cos(angle) - z[t + r] * mp.sin(angle)
+        out[t + r] = z[t] * mp.sin(angle) + z[t + r] * mp.cos(angle)
+    return out
+
+
+def _composed(head, x, at, X, clock, w):
+    """Weights of composed logits; those of a sink left out."""
+    p, rows = head.par, []
+    place = [_place(p, j, clock) for j in range(len(X))]
+    keys = [_feature(p, "K", y, place[j]) for j, y in enumerate(X)]
+    count = len(set(clock)) if p["length"] is None else mp.mpf(float(p["length"]))
+    for i, z in zip(at, x, strict=True):
+        q = _feature(p, "Q", z, place[i])
+        terms = {} if p["sink"] is None else {-1: mp.exp(mp.mpf(float(p["sink"]))) / count}
+        for j in range(len(X)):
+            apart = place[j] - place[i]
+            if not sees(p, float(apart)):
+                continue
+            s = mp.mpf(float(p["scale"])) * inner(q, keys[j])
+            if p["cap"] is not None:
+                s = mp.mpf(float(p["cap"])) * mp.tanh(s / mp.mpf(float(p["cap"])))
+            s -= mp.mpf(float(p["slope"])) * abs(apart)
+            if p["table"] is not None:
+                m = len(p["table"]) // 2
+                s += mp.mpf(float(p["table"][max(-m, min(m, round(float(apart)))) + m]))
+            terms[j] = w[j] * mp.exp(s)
+        total = mp.fsum(terms.values())
+        rows.append([terms.get(j, mp.mpf(0)) / total for j in range(len(X))])
+    return rows
+
+
 def _queries(head, x, at, clock):
     """With logits ``<q_i, k_j>`` (minus the squared distance for L2); x stands at the tokens ``at`` of n."""
     p = head.par
@@ -97,6 +145,8 @@ UNNORMALISED = {
 def weights(map: Map, head, x, at, X, w):
     """Attention weights of the queries x, a row each; 0 for atoms that are masked."""
     clock = _clock(map, len(X))
+    if head.kind in SCORES:
+        return _composed(head, x, at, X, clock, w)
     keys, rows = _keys(head, X, clock), []
     if head.kind == "sinkhorn":  # softmax with the column potentials of the measure
         w = [a * b for a, b in zip(w, _scalings(_queries(head, X, range(len(X)), clock), keys, w), strict=True)]
@@ -144,11 +194,18 @@ def gamma(map: Map, x, at, X, w):
         values = [times(exact(head.par["V"]), y) for y in X]
         if "b" in head.par:
             values = [plus(y, exact(head.par["b"])) for y in values]
+        if head.kind in SCORES:
+            values = [_normed(y, head.par["value_norm"]) for y in values]
         for M in head.outputs:
             values = [times(exact(M), y) for y in values]
         for i, P in enumerate(weights(map, head, x, at, X, w)):
             mean = [mp.fsum(p * v for p, v in zip(P, column, strict=True)) for column in zip(*values, strict=True)]
             out[i] = plus(out[i], mean) if out[i] else mean
+    if map.gate is not None:
+        for i, y in enumerate(x):
+            s = plus(times(exact(map.gate[0]), y), exact(map.gate[1]))
+            s = s * len(out[i]) if len(s) == 1 else s
+            out[i] = [a / (1 + mp.exp(-b)) for a, b in zip(out[i], s, strict=True)]
     return out
 
 

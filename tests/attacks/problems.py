@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from definitions import UNNORMALISED, Head, Map
+from definitions import SCORES, UNNORMALISED, Head, Map
 from regions import Region, region
 
 import otattn as oa
@@ -91,6 +91,8 @@ def head(rng, kind, d, e, reach, forms=None, plain=False):
         )
         ours = oa.SoftmaxAttention(A, V, bias=c if c.any() else None, **bias)
         return ours, Head(kind, {"A": A, "V": V, "c": c, "b": bias.get("value_bias", np.zeros(e))})
+    if kind in SCORES:
+        return _composed(rng, kind, V, d, reach, bias)
     if kind in ("qkv", "rotary"):
         return _factors(rng, kind, V, d, reach, bias)
     if kind == "l2":
@@ -121,6 +123,63 @@ def _factors(rng, kind, V, d, reach, bias):
     par |= {"base": base, "layout": layout, "length": length, "rotary_dim": turned}
     ours = oa.RotaryAttention(
         Q, K, V, base=base, layout=layout, length=length, rotary_dim=turned, masked=bool(rng.random() < 0.5), **given
+    )
+    return ours, Head(kind, par)
+
+
+def _norm(rng, k):
+    """LayerNorm or RMSNorm, or none: ``(ours, definition)``."""
+    if rng.random() < 0.5:
+        return None, None
+    gain, shift, eps = (
+        10 ** rng.uniform(-1, 1) * rng.standard_normal(k),
+        rng.standard_normal(k),
+        10 ** rng.uniform(-3, 1),
+    )
+    if rng.random() < 0.5:
+        return oa.RMSNorm(gain, eps=eps), (gain, 0 * shift, eps, False)
+    return oa.LayerNorm(gain, shift, eps=eps), (gain, shift, eps, True)
+
+
+def _composed(rng, kind, V, d, reach, bias):
+    """Composed logits: norms, a cap, a sink; with positions also turns, a bias, windows."""
+    k = int(rng.integers(1, 4))
+    Q, K = rng.standard_normal((2, k, d)) / reach * 10 ** rng.uniform(-0.5, 0.5)
+    bq, bk = (rng.standard_normal(k) * (rng.random() < 0.4) for _ in "qk")
+    scale = float(rng.choice([-1.0, 1.0]) * 10 ** rng.uniform(-1.0, 1.3))
+    norms = {name: _norm(rng, size) for name, size in (("query_norm", k), ("key_norm", k), ("value_norm", len(V)))}
+    b = bias.get("value_bias", np.zeros(len(V)))
+    cap, sink = ((float(10 ** rng.uniform(-1, 1)) if rng.random() < 0.5 else None) for _ in "cs")
+    sink = None if sink is None else float(3.0 * rng.standard_normal())
+    placed, windows = (
+        kind == "score",
+        ((np.inf, np.inf, True), (1.0, np.inf, True), (0.0, 1.0, False), (1.0, 2.0, False)),
+    )
+    window = windows[int(rng.integers(4))] if placed else (np.inf, np.inf, False)
+    omega = list(rng.uniform(0.0, 2.0, k // 2)) if placed else []
+    slope, table = (float(rng.choice([0.0, 0.3])), list(rng.standard_normal(3))) if placed else (0.0, None)
+    length = 5.0 if not placed and sink is not None else None
+    par = {
+        "Q": Q,
+        "K": K,
+        "V": V,
+        "bq": bq,
+        "bk": bk,
+        "b": b,
+        "scale": scale,
+        "cap": cap,
+        "sink": sink,
+        "length": length,
+    }
+    par |= {name: theirs for name, (_, theirs) in norms.items()}
+    par |= {"omega": omega, "slope": slope, "table": table, "window": window}
+    before, after, causal = (None if x == np.inf else x for x in window)
+    given = {name: ours for name, (ours, _) in norms.items()}
+    if placed:
+        given |= {"bias": oa.PositionBias(slope, table=table), "rotation": oa.Rotation(omega) if omega else None}
+        given["mask"] = oa.Mask(bool(causal), before=before, after=after)
+    ours = oa.ScoreAttention(
+        Q, K, V, query_bias=bq, key_bias=bk, value_bias=b, scale=scale, cap=cap, sink=sink, length=length, **given
     )
     return ours, Head(kind, par)
 
@@ -166,8 +225,10 @@ def problem(
     forms: Sequence[int] | None = None,
     plain: bool = False,
     square: bool = False,
+    gated: bool = False,
 ) -> Problem:
-    """``masked``, ``any_measure``: None for either; ``plain``: no query biases; ``square``: values of the tokens' dimension."""
+    """``masked``, ``any_measure``: None for either; ``plain``: no query biases; ``square``: values of the tokens' dimension;
+    ``gated``: a gate on the output."""
     d = int(rng.choice(dims))
     e = d if square else int(rng.integers(1, 4))
     where = region(rng, d) if regions is None else region(rng, d, regions)
@@ -178,9 +239,12 @@ def problem(
         ours, definition = several(rng, kinds, d, e, reach, causal, square)
     else:
         ours, one = head(rng, str(rng.choice(kinds)), d, e, reach, forms, plain)
-        causal = ours.masked if one.kind == "rotary" else causal and one.kind != "sinkhorn"
+        causal = ours.masked if one.kind == "rotary" else causal and one.kind not in ("sinkhorn", *SCORES)
         ours = oa.MaskedAttention(ours) if causal and one.kind != "rotary" else ours
         definition = Map((one,), causal)
+    if gated:
+        G = rng.standard_normal((1 if rng.random() < 0.3 else ours.out_dim, d)) * 10 ** rng.uniform(-1, 1) / reach
+        ours, definition = oa.GatedAttention(ours, G, G[:, 0]), replace(definition, gate=(G, G[:, 0]))
     atoms = int(rng.choice(sizes))
     free = bool(rng.random() < 0.35) if any_measure is None else any_measure
     if free and causal and rng.random() < 0.5:  # several atoms at one time

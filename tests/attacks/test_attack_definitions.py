@@ -16,12 +16,12 @@ from upper import attack, on_domain
 
 import otattn as oa
 
-KINDS = ("softmax", "qkv", "l2", *ALL[-4:], "rotary")
+KINDS = ("softmax", "qkv", "l2", *ALL[-4:], "rotary", "score", "open score")
 
 
 def drawn(rng, kind, **options):
     """A problem of moderate logits with its tokens and weights."""
-    q = problem(rng, kinds=(kind,), masked=None, sizes=(3,), **options)
+    q = problem(rng, kinds=(kind,), masked=None if kind != "score" else False, sizes=(3,), **options)
     X = q.region.points(rng.standard_normal((3, q.region.size)))
     return q, X, np.full(3, 1 / 3) if q.n else rng.dirichlet(np.ones(3)) + 0.01
 
@@ -31,7 +31,7 @@ def drawn(rng, kind, **options):
 def test_floats_agree_with_many_digits_and_with_the_library(kind: str, heads: bool) -> None:
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(6):
-        q, X, w = drawn(rng, kind, heads=heads and kind != "rotary")
+        q, X, w = drawn(rng, kind, heads=heads and kind != "rotary", gated=heads and kind in ("rotary", "score"))
         w = w / w.sum()
         ours = image(q.map, X[None], w[None])[0]
         with digits():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from ascent import steepest
-from definitions import Head, distance, field_jacobian, image, local_constant
+from definitions import SCORES, Head, distance, field_jacobian, image, local_constant
 from exact import distance as exact_distance
 from exact import exact, field_stretch, masses, stretch
 from exact import image as exact_image
@@ -216,6 +216,19 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         ("bounds.pointwise_bound", on_domain(B.pointwise_bound), {"kinds": ALL[-4:], "masked": None, "orders": ORDERS}),
         ("bounds.rotary_row_bound", on_domain(B.rotary_row_bound), {"kinds": ("rotary",), "any_measure": False}),
         ("bounds.sinkhorn_bound", on_domain(B.sinkhorn_bound), {"kinds": ("sinkhorn",), "orders": ORDERS}),
+        ("bounds.score_row_bound", on_domain(B.score_row_bound), {"kinds": SCORES, "any_measure": False}),
+        ("bounds.score_column_bound", on_domain(B.score_column_bound), {"kinds": SCORES, "orders": ORDERS}),
+        ("bounds.score_average_bound", on_domain(B.score_average_bound), {"kinds": ("score",), "orders": FINITE}),
+        (
+            "bounds.gated_bound",
+            on_domain(B.gated_bound),
+            {"kinds": ("softmax", "rotary", *SCORES), "gated": True, "any_measure": False},
+        ),
+        (
+            "bounds.heads_bound",
+            on_domain(B.heads_bound),
+            {"heads": True, "kinds": ("rotary", "score"), "any_measure": False},
+        ),
         ("bounds.table", on_domain(B.table), {"kinds": (*ALL, "rotary"), "masked": None, "orders": ORDERS}),
         (
             "relaxations.rows_and_columns",

@@ -157,7 +157,7 @@ def maps(bound: Bound) -> Iterator[Any]:
     if isinstance(base, Compose | Residual | LayerNorm):
         yield Compose(base, base)
         yield Residual(base)
-    elif base.maskable and not isinstance(base, MaskedAttention):
+    elif base.maskable and not base.causal:
         yield MaskedAttention(base)
     if isinstance(base, MaskedAttention):
         yield base.attention

@@ -12,10 +12,12 @@ from otattn import _validate as check
 from otattn.attention import (
     AttentionMap,
     Compose,
+    GatedAttention,
     MaskedAttention,
     MultiHeadAttention,
     PointwiseAttention,
     Residual,
+    ScoreAttention,
     SinkhornAttention,
 )
 from otattn.attention.head import Head, check_sizes
@@ -129,12 +131,14 @@ def _hints(attention: AttentionMap) -> tuple[Head, ...]:
         return known
     if isinstance(attention, (PointwiseAttention, SinkhornAttention)):
         return (Head.of(attention, attention.A, attention.V),)
+    if isinstance(attention, ScoreAttention):
+        return (Head.of(attention, attention.scale * attention.K.T @ attention.Q, attention.V),)
     parts: tuple[AttentionMap, ...] = ()
     if isinstance(attention, MaskedAttention):
         parts = (attention.attention,)
     elif isinstance(attention, MultiHeadAttention):
         parts = attention.heads
-    elif isinstance(attention, Residual):
+    elif isinstance(attention, (Residual, GatedAttention)):
         parts = (attention.map,)
     elif isinstance(attention, Compose):
         parts = attention.maps
