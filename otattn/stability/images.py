@@ -23,16 +23,19 @@ from otattn.attention import (
     MLP,
     Compose,
     ExponentialAttention,
+    GatedAttention,
     L2Attention,
     LayerNorm,
     LinearAttention,
     MaskedAttention,
     MultiHeadAttention,
     PointwiseAttention,
+    PositionBias,
     ReLUAttention,
     Residual,
     RMSNorm,
     RotaryAttention,
+    ScoreAttention,
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
@@ -192,13 +195,17 @@ def _pointwise(attention: PointwiseAttention, atoms: Atoms) -> Enclosed:
     """``sum_j w_j h(<A x_i, y_j>) V y_j / sum_j w_j``, the last sum over all atoms, whatever the mask."""
     h, X = _POINTWISE[type(attention)], atoms.points
     Q, values = X @ attention.A.T, X @ attention.V.T
-    w = np.ones(len(atoms.weights)) if atoms.uniform else atoms.weights
+    parts = [_weighted(h(Q[rows] @ X.T), atoms, rows) @ values for rows in _rows(len(atoms.weights), 12)]
+    return _stack(parts) / _total(atoms)
+
+
+def _total(atoms: Atoms) -> Enclosed:
+    """The sum of the weights, of ones where they are equal."""
+    w, fine = np.ones(len(atoms.weights)) if atoms.uniform else atoms.weights, atoms.points.fine
     high = math.fsum(w)
     low = math.fsum([*w, -high])
     # both sums are rounded correctly
-    total = Enclosed(np.array(high), np.array(low) if X.fine else None, np.array(abs(low) * (UNIT if X.fine else 1.0)))
-    parts = [_weighted(h(Q[rows] @ X.T), atoms, rows) @ values for rows in _rows(len(w), 12)]
-    return _stack(parts) / total
+    return Enclosed(np.array(high), np.array(low) if fine else None, np.array(abs(low) * (UNIT if fine else 1.0)))
 
 
 def _rotary(attention: RotaryAttention, atoms: Atoms) -> Enclosed:
@@ -222,6 +229,72 @@ def _turn(z: Enclosed, cos: Enclosed, sin: Enclosed, layout: str) -> Enclosed:
     turned = _columns([a * cos - b * sin, a * sin + b * cos, z[:, 2 * half :]])
     where = np.concatenate([first, second, np.arange(2 * half, k)])
     return turned[:, np.argsort(where)]
+
+
+def _scores(attention: ScoreAttention, atoms: Atoms) -> Enclosed | None:
+    """Composed logits: features that are normalised and turned, a cap, a bias; the sink is one more term of each sum."""
+    a, X = attention, atoms.points
+    features = [
+        _feature(X, *part, atoms)
+        for part in (
+            (a.Q, a.query_bias, a.query_norm),
+            (a.K, a.key_bias, a.key_norm),
+            (a.V, a.value_bias, a.value_norm),
+        )
+    ]
+    if any(feature is None for feature in features):
+        return None
+    Q, K, values = features
+    assert Q is not None
+    assert K is not None
+    assert values is not None
+    m, near = len(atoms.weights), np.zeros(len(atoms.weights))
+    places = Enclosed.exact(near, fine=X.fine)
+    count = a.length if a.length is not None or atoms.times is None else float(len(np.unique(atoms.times)))
+    if a.causal:
+        assert count is not None
+        assert atoms.times is not None
+        near, places = count * atoms.times, Enclosed.exact(atoms.times, fine=X.fine) * count
+    if a.rotation is not None:
+        cos, sin = functions.cos_sin(places[:, None] * a.rotation.frequencies)
+        Q, K = (_turn(z, cos, sin, a.rotation.layout) for z in (Q, K))
+    Q, parts, with_mass = Q * a.scale, [], append_columns(values, np.ones((m, 1)))
+    for rows in _rows(m, 16):
+        S = Q[rows] @ K.T
+        S = S if a.cap is None else functions.tanh(S / a.cap) * a.cap
+        S = S if a.bias is None else S + _position_bias(a.bias, places, near, rows)
+        hidden = None if a.mask is None else a.mask.hidden(near[rows], near)
+        top = (S.high if hidden is None else np.where(hidden, -np.inf, S.high)).max(axis=1, keepdims=True)
+        top = top if a.sink is None else np.maximum(top, a.sink)
+        E = functions.exp(S - top)
+        E = E if atoms.uniform else E * atoms.weights
+        sums = (E if hidden is None else E.where(~hidden)) @ with_mass
+        mass = sums[:, -1:]
+        if a.sink is not None:
+            assert count is not None
+            mass = mass + functions.exp(Enclosed.exact(np.full_like(top, a.sink), fine=X.fine) - top) / count * _total(
+                atoms
+            )
+        parts.append(sums[:, :-1] / mass)
+    return _stack(parts)
+
+
+def _feature(X: Enclosed, W: Array, b: Array | None, norm: AttentionMap | None, atoms: Atoms) -> Enclosed | None:
+    z = _shifted(X @ W.T, b)
+    return z if norm is None else _image(norm, replace(atoms, points=z))
+
+
+def _position_bias(bias: PositionBias, places: Enclosed, near: Array, rows: slice) -> Enclosed:
+    apart = places[None, :] - places[rows][:, None]
+    # where the sign is not known, the offset is within its error
+    slope = (apart * (-bias.slope * np.sign(apart.high))).widened(2.0 * abs(bias.slope) * apart.radius)
+    return slope if bias.table is None else slope + PositionBias(table=bias.table).at(near[None, :] - near[rows, None])
+
+
+def _gated(attention: GatedAttention, atoms: Atoms) -> Enclosed | None:
+    values = _image(attention.map, atoms)
+    gate = functions.expit(_shifted(atoms.points @ attention.gate.T, attention.gate_bias))
+    return None if values is None else values * gate
 
 
 def _columns(parts: list[Enclosed]) -> Enclosed:
@@ -315,6 +388,8 @@ IMAGES: dict[type[AttentionMap], Rule] = {
     MaskedAttention: lambda a, atoms: _image(a.attention, replace(atoms, masked=True)),
     MultiHeadAttention: _multi_head,
     RotaryAttention: _rotary,
+    ScoreAttention: _scores,
+    GatedAttention: _gated,
     LayerNorm: _norm,
     RMSNorm: _norm,
     MLP: _mlp,

@@ -11,6 +11,7 @@ from otattn.attention import (
     AttentionMap,
     Compose,
     ExponentialAttention,
+    GatedAttention,
     L2Attention,
     LayerNorm,
     LinearAttention,
@@ -20,6 +21,7 @@ from otattn.attention import (
     ReLUAttention,
     Residual,
     RotaryAttention,
+    ScoreAttention,
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
@@ -133,6 +135,15 @@ def exact_image(
         return exact_image(a.attention, x, w, times, True)
     if isinstance(a, RotaryAttention):
         return _rotary(a, x, mass, times)
+    if isinstance(a, ScoreAttention):
+        return _scores(a, x, mass, times)
+    if isinstance(a, GatedAttention):
+        inner = exact_image(a.map, x, w, times, masked)
+        gates = [[1 / (1 + mp.e ** (-s)) for s in shifted(times_matrix(a.gate, v), a.gate_bias)] for v in x]
+        return [
+            [s * g for s, g in zip(v, row * (len(v) // len(row)), strict=True)]
+            for v, row in zip(inner, gates, strict=True)
+        ]
     if isinstance(a, MultiHeadAttention):
         parts = [exact_image(h, x, w, times, masked) for h in a.heads]
         if a.outputs is not None:
@@ -178,6 +189,61 @@ def _sinkhorn(a: SinkhornAttention, x: list[Vector], mass: Vector) -> list[Vecto
     v = [times_matrix(a.V, y) for y in x]
     rows = [[mass[j] * K[i][j] * h[j] for j in range(n)] for i in range(n)]
     return [mean([s / mp.fsum(row) for s in row], v) for row in rows]
+
+
+def _scores(a: ScoreAttention, x: list[Vector], mass: Vector, times: np.ndarray | None) -> list[Vector]:
+    n = len(x)
+    count = a.length if a.length is not None or times is None else len(np.unique(times))
+    place = [mp.mpf(count) * mp.mpf(float(t)) for t in times] if a.causal else [mp.mpf(0)] * n  # type: ignore[union-attr]
+
+    def feature(W: np.ndarray, b: np.ndarray | None, norm: Any, v: Vector) -> Vector:
+        z = shifted(times_matrix(W, v), b)
+        return z if norm is None else _norm(norm, z)
+
+    def turned(z: Vector, at: Any) -> Vector:
+        out = list(z)
+        r = 0 if a.rotation is None else len(a.rotation.frequencies)
+        for m in range(r):
+            angle = at * mp.mpf(float(a.rotation.frequencies[m]))  # type: ignore[union-attr]
+            i, j = (2 * m, 2 * m + 1) if a.rotation.layout == "adjacent" else (m, m + r)  # type: ignore[union-attr]
+            out[i] = z[i] * mp.cos(angle) - z[j] * mp.sin(angle)
+            out[j] = z[i] * mp.sin(angle) + z[j] * mp.cos(angle)
+        return out
+
+    q = [turned(feature(a.Q, a.query_bias, a.query_norm, v), t) for v, t in zip(x, place, strict=True)]
+    k = [turned(feature(a.K, a.key_bias, a.key_norm, v), t) for v, t in zip(x, place, strict=True)]
+    values = [feature(a.V, a.value_bias, a.value_norm, v) for v in x]
+
+    def logit(i: int, j: int) -> Any:
+        s = mp.mpf(a.scale) * dot(q[i], k[j])
+        s = s if a.cap is None else mp.mpf(a.cap) * mp.tanh(s / mp.mpf(a.cap))
+        if a.bias is not None:
+            s -= mp.mpf(a.bias.slope) * abs(place[j] - place[i])
+            if a.bias.table is not None:
+                half = len(a.bias.table) // 2
+                s += mp.mpf(float(a.bias.table[max(-half, min(half, round(float(place[j] - place[i])))) + half]))
+        return s
+
+    def seen(i: int, j: int) -> bool:
+        if a.mask is None:
+            return True
+        apart, m = float(place[j] - place[i]), a.mask
+        late = times[j] > times[i] if m.causal else m.after is not None and apart > m.after + 1e-9  # type: ignore[index]
+        early = m.before is not None and apart < -m.before - 1e-9
+        index = [max(int(np.ceil(float(place[t]) - 1e-9)), 1) - 1 for t in (i, j)]
+        return not late and not early and (m.allowed is None or bool(m.allowed[index[0], index[1]]))
+
+    if a.sink is None:
+        return softmax_rows(logit, values, mass, seen)
+    # one more token of value zero that every token sees
+    weights = [*mass, 1 / mp.mpf(count)]
+    rows = softmax_rows(
+        lambda i, j: mp.mpf(a.sink) if j == n else logit(i, j) if i < n else mp.mpf(0),
+        [*values, [mp.mpf(0)] * len(values[0])],
+        weights,
+        lambda i, j: j == n or i == n or seen(i, j),
+    )
+    return rows[:n]
 
 
 def _rotary(a: RotaryAttention, x: list[Vector], mass: Vector, times: np.ndarray) -> list[Vector]:
