@@ -21,6 +21,7 @@ from otattn.attention import (
     RotaryAttention,
     ScoreAttention,
     SigmoidAttention,
+    SinkhornAttention,
     SoftmaxAttention,
 )
 from otattn.lipschitz import Bound, adversarial_tokens, bounds, lipschitz_lower_bound, lipschitz_upper_bound
@@ -66,6 +67,7 @@ CALLS: list[tuple[str, dict[str, Any], AttentionMap]] = [
     ("score_column_bound", {"radius": 1.0, "p": 1}, ScoreAttention(A, A, V, cap=0.5, mask=Mask())),
     ("score_column_bound", {"radius": 1.0}, ScoreAttention(A, A, V, mask=Mask(before=500))),
     ("score_column_bound", {"radius": 1.0}, ScoreAttention(A, A, V, mask=Mask(False, before=9, after=500))),
+    ("sinkhorn_bound", {"radius": 1.0}, SinkhornAttention(A, V)),
     ("score_row_bound", {"radius": 1.0}, ScoreAttention(A, A, V, sink=1.0, mask=Mask(before=500))),
 ]
 FALLING = {"castin2024_discrete_lower", "kim2021_dot_product"}
