@@ -125,7 +125,12 @@ class RotaryAttention(SingleHead):
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, received {layout!r}; see the model's code.")
         given = None if frequencies is None else check.vector(frequencies, "frequencies")
         turned = k if rotary_dim is None else check.count(rotary_dim, "rotary_dim")
-        turned = turned if given is None else 2 * len(given)
+        if given is not None:
+            if rotary_dim is not None and rotary_dim != 2 * len(given):
+                raise ValueError(
+                    f"rotary_dim must be twice the number of frequencies, received {rotary_dim} and {len(given)}; give one of them."
+                )
+            turned = 2 * len(given)
         if turned % 2 or turned > k:
             raise ValueError(
                 f"rotary_dim must be even and at most k = {k}, received {turned}; coordinates are turned in pairs."

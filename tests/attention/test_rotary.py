@@ -95,6 +95,24 @@ def test_logits_are_those_of_the_form_at_the_offset(rng: Rng) -> None:
     assert max(np.linalg.norm(a.form(s), 2) for s in range(-9, 10)) <= top * (1 + 1e-12)
 
 
+def test_any_frequencies(rng: Rng) -> None:
+    usual = head(rng, k=6, rotary_dim=4)
+    X = rng.normal(size=(5, 3))
+    again = RotaryAttention(
+        usual.Q,
+        usual.K,
+        usual.V,
+        frequencies=20.0 ** (-np.arange(0, 4, 2) / 4),
+        query_bias=usual.query_bias,
+        key_bias=usual.key_bias,
+        value_bias=usual.value_bias,
+    )
+    np.testing.assert_array_equal(again.on_tokens(X), usual.on_tokens(X))
+    still = RotaryAttention(usual.Q, usual.K, usual.V, frequencies=[0.0, 0.0], masked=False)
+    plain = SoftmaxAttention.from_qkv(usual.Q, usual.K, usual.V)
+    np.testing.assert_allclose(still.on_tokens(X), plain.on_tokens(X), atol=1e-13)
+
+
 def test_only_offsets_count(rng: Rng) -> None:
     a = head(rng, length=40.0)
     X, times = rng.normal(size=(6, 3)), np.sort(rng.uniform(0.0, 0.5, 6))
@@ -197,6 +215,9 @@ def test_huge_logits_and_one_token(rng: Rng) -> None:
         ({"rotary_dim": 3}, "rotary_dim must be even"),
         ({"rotary_dim": 6}, "at most k = 4"),
         ({"base": 1.0}, "base must be above 1"),
+        ({"frequencies": [1.0, 0.5, 0.1]}, "at most k = 4, received 6"),
+        ({"frequencies": [1.0], "rotary_dim": 4}, "twice the number of frequencies, received 4 and 1"),
+        ({"frequencies": [np.nan]}, "frequencies must be finite"),
         ({"base": np.nan}, "base must be finite"),
         ({"length": 0.0}, "length"),
         ({"query_bias": [1.0]}, "query_bias must have 4 entries"),

@@ -258,6 +258,24 @@ def test_numbers_of_one_dimension_by_hand() -> None:
     assert ScoreNumbers(biased, oa.Ball(2.0, 1)).logit_range(7) >= 0.6 + 2.0 + 0.1
 
 
+@pytest.mark.parametrize(
+    ("p", "factor"), [(1.0, 2.0), (4.0 / 3.0, math.sqrt(2.0)), (2.0, 1.0), (5.0, 1.0), (math.inf, 1.0)]
+)
+def test_formulas_by_hand(p: float, factor: float) -> None:
+    """Logits x y, values y on [-R, R]: v = 1, t = sigma = R^2; two tokens of logits at most 2 R^2 apart."""
+    R = 0.6
+    ours = ScoreAttention([[1.0]], [[1.0]], [[1.0]])
+    column = bounds.score_column_bound(ours, radius=R, n=2, p=p).value
+    sums = 2.0 / (1.0 + math.exp(-2.0 * R**2))
+    assert column == pytest.approx(R**2 + sums ** (1.0 / p) * (1.0 + factor * R**2), rel=1e-10)
+    free = bounds.score_column_bound(ours, radius=R, p=p).value
+    assert free == pytest.approx(R**2 + math.exp(2.0 * R**2 / p) * (1.0 + factor * R**2), rel=1e-10)
+    row = bounds.score_row_bound(ours, radius=R, n=2)
+    phi = max(1.0, (1.0 + R**2) / math.sqrt(2.0))
+    alpha = 2.0 * phi**2 + 2.0 * math.sqrt(2.0) * phi * R**2
+    assert row.value == pytest.approx(math.sqrt(R**4 + alpha), rel=1e-10)
+
+
 def test_normalised_queries_keys_and_values_have_a_constant_on_all_of_space() -> None:
     rng = np.random.default_rng(1)
     ours = replace_parts(head(rng, 3, normalised=True, positions=False), sink=None, cap=None)
