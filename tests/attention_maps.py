@@ -31,7 +31,7 @@ from otattn.attention import (
     TransformerBlock,
     grouped_queries,
 )
-from otattn.models import Transformer, bert, gpt2, llama
+from otattn.models import Transformer, load_model
 
 sys.path.append(str(Path(__file__).parent / "models"))
 import synthetic as syn
@@ -106,9 +106,9 @@ def networks(rng: Rng) -> dict[str, Transformer]:
         "head_dim": 2,
     }
     return {
-        "bert": bert(syn.bert_weights(rng, d=D, hidden=5), num_heads=3, eps=1e-3),
-        "gpt2": gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=0.1),
-        "llama": llama(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
+        "bert": syn.bert(syn.bert_weights(rng, d=D, hidden=5), num_heads=3, eps=1e-3),
+        "gpt2": syn.gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=0.1),
+        "llama": load_model(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
     }
 
 
