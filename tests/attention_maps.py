@@ -28,6 +28,7 @@ from otattn.attention import (
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
+    Sum,
     TransformerBlock,
     grouped_queries,
 )
@@ -221,6 +222,8 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "compose-masked": lambda r: Compose(
         norm(r), MaskedAttention(qkv(r, 2)), Residual(SigmoidAttention(mat(r), mat(r)))
     ),
+    "sum": lambda r: Sum(qkv(r, 2), mlp(r, "tanh")),
+    "sum-masked": lambda r: Residual(Sum(Compose(norm(r), MaskedAttention(qkv(r, 2))), Compose(norm(r), mlp(r)))),
     "block-pre": lambda r: block(r, True),
     "block-post": lambda r: block(r, False),
     "block-masked-pre": lambda r: block(r, True, masked=True),

@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import AttentionMap, LayerNorm, MaskedAttention, RotaryAttention, SoftmaxAttention
+from otattn.attention import (
+    AttentionMap,
+    LayerNorm,
+    Mask,
+    MaskedAttention,
+    PositionBias,
+    RMSNorm,
+    RotaryAttention,
+    Rotation,
+    ScoreAttention,
+    SoftmaxAttention,
+)
 from otattn.attention.rotary import rotate
 from otattn.attention.tokenwise import TokenwiseMap
 from otattn.models.positions import Rotary
@@ -16,7 +27,7 @@ from otattn.models.positions import Rotary
 __all__ = ["Projections", "tokenwise"]
 
 Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
+Seen = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +57,8 @@ class Projections:
         Of each head's queries and keys, before they are turned.
     sinks : (H,) or None
         The logit of a key whose value is zero, a head.
-    offsets : (H, 2 m + 1) or None
-        Bias of the logits at the offsets ``j - i = -m..m``; those beyond take the last.
+    bias : tuple of PositionBias or None
+        Of the logits, one a head.
     """
 
     query: Array
@@ -68,7 +79,7 @@ class Projections:
     query_norm: LayerNorm | None = None
     key_norm: LayerNorm | None = None
     sinks: Array | None = None
-    offsets: Array | None = None
+    bias: tuple[PositionBias, ...] | None = None
 
     def __post_init__(self) -> None:
         H, G = self.num_heads, self.num_kv_heads
@@ -98,7 +109,7 @@ class Projections:
         e = self.output.shape[1] // self.num_heads
         return _map(self, h), self.output[:, h * e : (h + 1) * e]
 
-    def __call__(self, X: Array, visible: Mask | None = None) -> Array:
+    def __call__(self, X: Array, visible: Seen | None = None) -> Array:
         """The attention output (output matrix included) for tokens ``(windows, n, d)``.
 
         ``visible (windows, n)`` tells which tokens are seen, all by default.
@@ -108,8 +119,9 @@ class Projections:
         k = self._turned(_split(X, self.key, self.key_bias, self.num_kv_heads), self.key_norm)
         v = _split(X, self.value, self.value_bias, self.num_kv_heads)
         group = self.num_heads // self.num_kv_heads
-        away = np.arange(n)[None, :] - np.arange(n)[:, None]
-        hidden = self._hidden(away)
+        places = np.arange(n, dtype=np.float64)
+        away = places[None, :] - places[:, None]
+        hidden = None if self.mask is None else self.mask.hidden(places, places)
         out = np.empty((w, n, self.num_heads, v.shape[-1]))
         for i in range(w):
             unseen = hidden
@@ -132,21 +144,20 @@ class Projections:
         z[..., : 2 * angles.shape[1]] *= self.rotary.factor
         return z
 
-    def _hidden(self, away: NDArray[np.int64]) -> Mask | None:
-        """Which (query, key) pairs at the offsets ``away`` are not seen; None when all are."""
-        hidden = away > 0 if self.masked else None
-        if self.reach is not None and self.reach < len(away) - 1:
-            hidden = np.abs(away) > self.reach if hidden is None else hidden | (-away > self.reach)
-        return hidden
+    @property
+    def mask(self) -> Mask | None:
+        """Which tokens see which; None when all see all."""
+        if not self.masked and self.reach is None:
+            return None
+        return Mask(self.masked, before=self.reach, after=None if self.masked else self.reach)
 
-    def _weights(self, S: Array, h: int, hidden: Mask | None, away: NDArray[np.int64]) -> Array:
+    def _weights(self, S: Array, h: int, hidden: Seen | None, away: Array) -> Array:
         """The weights of head h from the products ``<q, k>``."""
         S *= self.width**-0.5 if self.scale is None else self.scale
         if self.cap is not None:
             S = self.cap * np.tanh(S / self.cap)
-        if self.offsets is not None:
-            m = self.offsets.shape[1] // 2
-            S += self.offsets[h][np.clip(away, -m, m) + m]
+        if self.bias is not None:
+            S += self.bias[h].at(away)
         if hidden is not None:
             S[hidden] = -np.inf
         top = S.max(axis=1, keepdims=True)
@@ -173,23 +184,38 @@ def _split(X: Array, W: Array, b: Array | None, heads: int) -> Array:
 
 
 def _map(p: Projections, h: int) -> AttentionMap:
-    """Head h as the map of the library."""
-    unknown = ("reach", "cap", "query_norm", "key_norm", "sinks", "offsets")
-    found = [name for name in unknown if getattr(p, name) is not None]
-    if found:
-        raise NotImplementedError(
-            f"a head with {found[0]} has no attention map here; hidden_states computes the forward pass of the model."
-        )
+    """Head h as the map of the library: softmax, masked or rotary attention, which theorems know, where nothing else is there."""
     names = ("query", "key", "value", "query_bias", "key_bias", "value_bias")
     parts: dict[str, Any] = {name: p.part(name, h) for name in names}
-    if p.rotary is not None and p.rotary.factor != 1.0:
-        for name in ("query", "key", "query_bias", "key_bias"):
-            parts[name] = None if parts[name] is None else p.rotary.enlarged(parts[name])
+    norms: dict[str, Any] = {}
+    for side in ("query", "key"):
+        norm: LayerNorm | None = getattr(p, f"{side}_norm")
+        if norm is not None:
+            norms[f"{side}_norm"] = RMSNorm(
+                norm.gain if p.rotary is None else p.rotary.enlarged(norm.gain), eps=norm.eps
+            )
+        elif p.rotary is not None:
+            for name in (side, f"{side}_bias"):
+                parts[name] = None if parts[name] is None else p.rotary.enlarged(parts[name])
     Q, K, V = (parts.pop(name) for name in names[:3])
+    parts["scale"] = p.scale
+    if norms or any(part is not None for part in (p.reach, p.cap, p.sinks, p.bias)):
+        return ScoreAttention(
+            Q,
+            K,
+            V,
+            rotation=None if p.rotary is None else Rotation(p.rotary.frequencies, layout=p.rotary.layout),
+            bias=None if p.bias is None else p.bias[h],
+            cap=p.cap,
+            mask=p.mask,
+            sink=None if p.sinks is None else float(p.sinks[h]),
+            **parts,
+            **norms,
+        )
     if p.rotary is not None:
-        options: dict[str, Any] = {"layout": p.rotary.layout, "masked": p.masked, "scale": p.scale, **parts}
-        return RotaryAttention(Q, K, V, frequencies=p.rotary.frequencies, **options)
-    head = SoftmaxAttention.from_qkv(Q, K, V, scale=p.scale, **parts)
+        parts |= {"layout": p.rotary.layout, "masked": p.masked}
+        return RotaryAttention(Q, K, V, frequencies=p.rotary.frequencies, **parts)
+    head = SoftmaxAttention.from_qkv(Q, K, V, **parts)
     return MaskedAttention(head) if p.masked else head
 
 

@@ -16,18 +16,18 @@ from otattn.attention import (
     LayerNorm,
     MaskedAttention,
     MultiHeadAttention,
+    PositionBias,
     Residual,
     RMSNorm,
+    Sum,
     TransformerBlock,
 )
-from otattn.attention.compose import Sum
 from otattn.attention.tokenwise import TokenwiseMap
 from otattn.measures import Domain, Ellipsoid, LayerNormDomain
 from otattn.models.config import ModelConfig
 from otattn.models.experts import Experts
 from otattn.models.family import Layout
 from otattn.models.heads import Projections, tokenwise
-from otattn.models.positions import bucket_values
 
 __all__ = ["ModelLayer", "projection", "read_layer", "read_norm"]
 
@@ -191,10 +191,10 @@ def _projections(layout: Layout, config: ModelConfig, index: int) -> Projections
     out, bo = _linear(layout, index, "output")
     arrays = {use: layout.checkpoint.tensor(stem + name) for use, (name, _) in family.layer_arrays.items()}
     norms: dict[str, Any] = {use: RMSNorm(arrays[use], eps=c.eps) for use in arrays if use.endswith("_norm")}
-    offsets = None
+    bias = None
     if "relative" in family.arrays:
         table = layout.checkpoint.tensor(layout.prefix + family.arrays["relative"][0])
-        offsets = bucket_values(table, c.farthest)
+        bias = tuple(PositionBias.t5(column, max_distance=c.farthest) for column in table.T)
     reach = c.reach[index]
     return Projections(
         *(q, k, v, out, bq, bk, bv, bo),
@@ -206,7 +206,7 @@ def _projections(layout: Layout, config: ModelConfig, index: int) -> Projections
         reach=reach,
         cap=c.cap,
         sinks=arrays.get("sinks"),
-        offsets=offsets,
+        bias=bias,
         **norms,
     )
 

@@ -1,4 +1,4 @@
-"""Positions in a configuration: rotary frequencies and their scalings, windows of layers, the buckets of relative offsets."""
+"""Positions in a configuration: rotary frequencies and their scalings, and windows of layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from otattn.models.keys import number, short, whole
 
-__all__ = ["RopeKeys", "Rotary", "Windows", "bucket_values"]
+__all__ = ["RopeKeys", "Rotary", "Windows"]
 
 Array = NDArray[np.float64]
 _DICTS = ("rope_parameters", "rope_scaling")
@@ -272,18 +272,3 @@ class Windows:
             )
             return [i % every != 0 for i in range(layers)]
         return [self.layers == "all" or i % 2 == 0 for i in range(layers)]
-
-
-def bucket_values(table: Array, farthest: int) -> Array:
-    """The bias of T5 ``(heads, 2 farthest + 1)`` at offsets ``j - i`` from ``-farthest``, from its ``(buckets, heads)`` table.
-
-    Near offsets have a bucket each, farther ones share buckets that grow geometrically; keys after the query have the second
-    half of the buckets.
-    """
-    half = len(table) // 2
-    offsets = np.arange(-farthest, farthest + 1)
-    away, near = np.abs(offsets), half // 2
-    # in float32, as the models were trained
-    grown = np.log(np.maximum(away, 1).astype(np.float32) / near) / np.float32(math.log(farthest / near))
-    far = np.minimum(near + (grown * np.float32(half - near)).astype(np.int64), half - 1)
-    return np.asarray(table[np.where(offsets > 0, half, 0) + np.where(away < near, away, far)].T)

@@ -53,6 +53,38 @@ def test_states_are_those_of_transformers(path: Path) -> None:
     np.testing.assert_allclose(model.hidden_states(inputs[1]), mine[:, 1], atol=1e-13)
 
 
+CERTIFIED = {"bert", "roberta", "xlm-roberta", "electra", "distilbert", "gpt2", "opt", "vit"}
+"""Made of parts that the expansion near given tokens knows."""
+
+
+@pytest.mark.parametrize("path", REFERENCES, ids=lambda path: path.stem)
+def test_maps_are_the_forward_pass(path: Path) -> None:
+    """The whole model as a map, one layer's Jacobian, its heads, a local constant and a neighbourhood."""
+    model, inputs, _ = opened(path)
+    X = model.hidden_states(inputs[0])
+    np.testing.assert_allclose(model.map().on_tokens(X[0]), X[-1], atol=1e-11)
+    layer = model.layers[1]
+    seen = model.attention_inputs(inputs[0])[1]
+    by_heads = sum(h.on_tokens(seen) @ W.T for h, W in zip(layer.heads, layer.outputs, strict=True))
+    bias = layer.projections.output_bias
+    np.testing.assert_allclose(layer.projections(seen[None])[0], by_heads + (0.0 if bias is None else bias), atol=1e-12)
+    # a Richardson step on central differences: the error is h^4 times fifth derivatives
+    J, v = layer.block.jacobian(X[1]), np.random.default_rng(0).standard_normal(X[1].shape)
+    slopes = [
+        (layer.block.on_tokens(X[1] + h * v) - layer.block.on_tokens(X[1] - h * v)) / (2 * h) for h in (2e-4, 1e-4)
+    ]
+    slope = (4 * slopes[1] - slopes[0]) / 3
+    np.testing.assert_allclose(J.jvp(v), slope, atol=1e-6 * np.abs(slope).max())
+    local = oa.local_lipschitz(layer.block, X[1])
+    assert local.particle == pytest.approx(np.linalg.svd(J.to_dense(), compute_uv=False)[0], rel=1e-6)
+    if model.config.family in CERTIFIED:
+        bound = oa.certify(layer.block, X[1], radius=1e-6)
+        assert local.particle * (1 - 1e-6) <= bound.value <= 1.1 * local.particle
+    else:
+        with pytest.raises(ValueError, match=r"cannot be expanded: .* received (MultiHeadAttention\(|Sum)"):
+            oa.certify(layer.block, X[1], radius=1e-6)
+
+
 def test_every_family_has_a_reference() -> None:
     found = {opened(path)[0].config.family for path in REFERENCES}
     assert found == set(KINDS) - {"deit"}  # ViT with one more first token
@@ -261,6 +293,5 @@ def test_three_lines() -> None:
     """From a model to its states, a local constant and a neighbourhood."""
     model = random("gpt2", layers=1, dim=8, heads=2, spread=0.2, rng=0)
     states = model.hidden_states(SHORT)
-    local = oa.local_lipschitz(model.map(), states[0])
-    dense = np.linalg.svd(model.map().jacobian(states[0]).to_dense(), compute_uv=False)[0]
-    assert local.particle == pytest.approx(dense, rel=1e-7)
+    local, near = oa.local_lipschitz(model.map(), states[0]), oa.certify(model.map(), states[0], radius=1e-4)
+    assert local.particle <= near.value
