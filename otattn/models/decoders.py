@@ -154,9 +154,8 @@ NEOX = Family(
 
 def _doubt(given: Mapping[str, Any], _: Facts) -> str | None:
     """Gemma, Helium and ERNIE 4.5 have the same tensors and other maps."""
-    act = given.get("hidden_act")
-    if act not in (None, "silu", "swish"):
-        return f"its activation is {act!r}, as in Gemma, whose norms differ"
+    if given.get("hidden_act") not in (None, "silu", "swish"):
+        return f"its activation is {given['hidden_act']!r}, as in Gemma, whose norms differ"
     if given.get("transformers_version") is not None:
         return "its configuration was written by transformers (transformers_version), which names the model_type, without one"
     return None
@@ -332,8 +331,8 @@ GGUF = replace(
             # llama.cpp reads 0 as no scaling
             **_off(1.0, 0.0, keys="rope.scaling.factor rope.scale_linear logit_scale residual_scale embedding_scale"),
             **_off(0, keys="expert_count expert_used_count"),
-            **_off(0.0, keys="rope.scaling.yarn_log_multiplier"),
-            **_off(0.0, keys="attention.clamp_kqv attention.max_alibi_bias attention.sliding_window"),
+            **_off(0.0, keys="rope.scaling.yarn_log_multiplier attention.clamp_kqv"),
+            **_off(0.0, keys="attention.max_alibi_bias attention.sliding_window"),
             "llama.tensor_data_layout": neutral("Meta AI original pth"),
         },
         harmless=frozenset(

@@ -190,6 +190,11 @@ class Family:
                 strange.append(name)
         return layers, strange
 
+    def missing(self, checkpoint: Checkpoint, prefix: str, layers: int) -> list[str]:
+        """The tensors of a whole model with so many layers that are not there."""
+        wanted = ((prefix + name, kind) for name, _, kind in self.tensors(layers) if kind != "maybe")
+        return [name for name, _ in wanted if name not in checkpoint and _old_name(name) not in checkpoint]
+
     def fit(self, checkpoint: Checkpoint) -> Layout:
         """Every tensor of the checkpoint is given its use, or named in a ValueError."""
         prefix = self.prefix(checkpoint)
@@ -286,8 +291,7 @@ class Layout:
 
     def _spelt(self, name: str) -> str:
         """The name in this checkpoint."""
-        stem, _, kind = name.rpartition(".")
-        old = f"{stem}.{_OLD.get(kind, kind)}"
+        old = _old_name(name)
         if old == name or old not in self.checkpoint:
             return name
         if name in self.checkpoint:
@@ -320,6 +324,12 @@ class Layout:
                 f"{name} in {self.checkpoint.origin} must have shape {wanted} ({' by '.join(sides)}), received {have}; it "
                 "does not fit the other tensors."
             )
+
+
+def _old_name(name: str) -> str:
+    """As old checkpoints spell gain and bias of a normalisation."""
+    stem, _, kind = name.rpartition(".")
+    return f"{stem}.{_OLD.get(kind, kind)}"
 
 
 def side_size(side: str, facts: Mapping[str, Any]) -> int | None:
