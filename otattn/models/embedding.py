@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -11,15 +14,26 @@ from otattn.models.family import Layout
 from otattn.models.heads import tokenwise
 from otattn.models.layer import projection, read_norm
 
-__all__ = ["embed", "images_of", "token_ids_of"]
+__all__ = ["embed", "images_of", "ragged", "token_ids_of"]
 
 Array = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
+def ragged(inputs: Any) -> bool:
+    """Texts of several lengths."""
+    if isinstance(inputs, np.ndarray) or not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        return False
+    return len({len(text) if isinstance(text, (Sequence, np.ndarray)) else -1 for text in inputs}) > 1
+
+
 def token_ids_of(token_ids: ArrayLike, config: ModelConfig) -> Ids:
     """``token_ids`` as ``(windows, n)`` integers of the vocabulary."""
+    if ragged(token_ids):
+        raise ValueError(
+            "token_ids must be windows of one length here, received texts of several lengths; take them one by one."
+        )
     raw = np.asarray(token_ids)
     if raw.dtype.kind not in "iu" or raw.ndim not in (1, 2) or raw.size == 0:
         raise ValueError(

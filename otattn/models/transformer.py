@@ -14,7 +14,7 @@ from otattn import _validate as check
 from otattn.attention import AttentionMap, Compose, LayerNorm, SoftmaxAttention
 from otattn.data.layer import SampleLayer
 from otattn.models.config import ModelConfig
-from otattn.models.embedding import embed, images_of, token_ids_of
+from otattn.models.embedding import embed, images_of, ragged, token_ids_of
 from otattn.models.family import Buffer, Layout
 from otattn.models.heads import tokenwise
 from otattn.models.layer import ModelLayer, read_layer, read_norm
@@ -101,7 +101,7 @@ class Transformer:
 
     def _inputs(self, token_ids: Any, mask: ArrayLike | None) -> tuple[Any, Mask | None]:
         """Checked inputs and which tokens are seen; texts of several lengths are padded at their ends."""
-        if self.layout.family.embeddings and mask is None and _ragged(token_ids):
+        if self.layout.family.embeddings and mask is None and ragged(token_ids):
             texts = [self.ids(text)[0] for text in token_ids]
             lengths = np.array([len(text) for text in texts])
             filler = 0 if self.config.pad is None else self.config.pad
@@ -199,22 +199,26 @@ class Transformer:
         X = self._forward(*last, visible)
         norm = self._final_norm()
         out.append(X if norm is None else self._checked("the last norm", lambda: tokenwise(norm, X)))
-        stacked = np.stack(out)
+        return self._stacked(out, token_ids, visible)
+
+    def _stacked(self, states: list[Array], inputs: Any, visible: Mask | None) -> Array:
+        """One array, nan at padding, without windows when one was given without."""
+        out = np.stack(states)
         if visible is not None:
-            stacked[:, ~visible] = np.nan
-        return stacked if self._many(token_ids) else stacked[:, 0]
+            out[:, ~visible] = np.nan
+        return out if self._many(inputs) else out[:, 0]
 
     def _many(self, inputs: Any) -> bool:
         """Whether several windows were given."""
-        return _ragged(inputs) or np.ndim(inputs) == (2 if self.layout.family.embeddings else 4)
+        return ragged(inputs) or np.ndim(inputs) == (2 if self.layout.family.embeddings else 4)
 
-    def attention_inputs(self, token_ids: ArrayLike) -> Array:
-        """The tokens that the attention of each layer sees, ``(layers, [windows,] n, d)``.
+    def attention_inputs(self, token_ids: Any, *, mask: ArrayLike | None = None) -> Array:
+        """The tokens that the attention of each layer sees, ``(layers, [windows,] n, d)``, given as to :meth:`hidden_states`.
 
         Equal to ``hidden_states[:-1]`` for BERT; normalised ones for architectures that normalise first.
         """
-        stacked = np.stack([seen for _, _, seen in self.walk(token_ids)])
-        return stacked if self._many(token_ids) else stacked[:, 0]
+        ids, visible = self._inputs(token_ids, mask)
+        return self._stacked([seen for _, _, seen in self.walk(ids, mask=visible)], token_ids, visible)
 
     def sample(self, layer: int, token_ids: ArrayLike) -> SampleLayer:
         """Layer number ``layer`` with the tokens that enter it, as the rest of the library takes real layers.
@@ -288,13 +292,6 @@ class Transformer:
     def __repr__(self) -> str:
         c = self.config
         return f"{type(self).__name__}({c.family}, layers={c.num_layers}, heads={c.num_heads}, dim={c.dim})"
-
-
-def _ragged(inputs: Any) -> bool:
-    """Texts of several lengths."""
-    if isinstance(inputs, np.ndarray) or not isinstance(inputs, Sequence) or isinstance(inputs, str):
-        return False
-    return len({len(text) if isinstance(text, (Sequence, np.ndarray)) else -1 for text in inputs}) > 1
 
 
 class LayerSequence(Sequence[ModelLayer]):

@@ -133,6 +133,11 @@ def test_a_text_does_not_depend_on_its_padding(kind: str) -> None:
         rest = np.delete(states[:, 1], np.arange(n)[at], axis=1)
         assert np.isnan(rest).all()
         assert rest.shape[1] == n - m
+    seen = model.attention_inputs([LONG, SHORT])
+    np.testing.assert_allclose(seen[:, 1, :m], model.attention_inputs(SHORT), atol=1e-13)
+    assert np.isnan(seen[:, 1, m:]).all()
+    with pytest.raises(ValueError, match="windows of one length"):
+        model.ids([LONG, SHORT])
     np.testing.assert_array_equal(model.hidden_states([LONG], mask=[[1] * n]), alone[0][:, None])
 
 
