@@ -12,7 +12,7 @@ from otattn.models.checkpoint import Checkpoint
 from otattn.models.family import Layout
 from otattn.models.files import is_folder, named_path, read_json
 from otattn.models.gguf_file import GGUFCheckpoint
-from otattn.models.keys import number, whole
+from otattn.models.keys import number, plain_activation, whole
 from otattn.models.positions import Rotary
 
 __all__ = ["Config", "ModelConfig", "configure", "read_config"]
@@ -157,7 +157,7 @@ def configure(layout: Layout, given: Mapping[str, Any], *, num_heads: int | None
         vocab_size=facts.get("vocab", 0),
         max_length=rows - start if rows is not None else length,
         eps=values.number("eps"),
-        activation=activation_name(_plain_activation(values.read("activation")), values.label("activation")),
+        activation=activation_name(plain_activation(values.read("activation")), values.label("activation")),
         order="pre" if values.read("parallel") is False else family.order,
         causal=family.causal,
         scale=values.scale(),
@@ -232,13 +232,6 @@ class _Values:
             f"{self.layout.family.keys.fields[name].keys[0]} must be in the configuration of {self.layout.checkpoint.origin}, "
             f"received {sorted(self.given)[:5]}; give {more}config= with the model's config.json."
         )
-
-
-def _plain_activation(name: Any) -> Any:
-    """Without the "gated-" of T5, whose gated GELU is the approximate one."""
-    if isinstance(name, str) and name.startswith("gated-"):
-        return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
-    return name
 
 
 def _fit_heads(layout: Layout, heads: int, groups: int, names: str) -> None:

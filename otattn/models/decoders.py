@@ -27,6 +27,7 @@ from otattn.models.positions import RopeKeys, Windows
 
 __all__ = ["DECODERS", "GGUF"]
 
+_COMMON = COMMON | {"is_causal": neutral(True)}
 _HEADS = r"(lm_head|score|classifier|qa_outputs)\.(weight|bias)"
 
 
@@ -56,7 +57,7 @@ GPT2 = Family(
             "eps": Field(("layer_norm_epsilon",), 1e-5),
             "activation": Field(("activation_function",), "gelu_new"),
         },
-        rules=COMMON
+        rules=_COMMON
         | sizes(
             d="n_embd hidden_size",
             layers="n_layer num_hidden_layers",
@@ -69,7 +70,6 @@ GPT2 = Family(
             "n_inner": _hidden,
             "scale_attn_weights": neutral(True),
             "scale_attn_by_inverse_layer_idx": neutral(False),
-            "is_causal": neutral(True),
         },
     ),
     layer_buffers={"attn.bias": triangle, "attn.masked_bias": minus_infinity},
@@ -93,7 +93,7 @@ OPT = Family(
             "eps": Field((), 1e-5),
             "activation": Field(("activation_function",), "relu"),
         },
-        rules=COMMON
+        rules=_COMMON
         | sizes(d="hidden_size word_embed_proj_dim", layers="num_hidden_layers", h="ffn_dim", vocab="vocab_size")
         | {
             "model_type": neutral("opt"),
@@ -131,7 +131,7 @@ NEOX = Family(
             "max_length": Field(("max_position_embeddings",)),
             "parallel": Field(("use_parallel_residual",), True),
         },
-        rules=COMMON
+        rules=_COMMON
         | sizes(d="hidden_size", layers="num_hidden_layers", h="intermediate_size", vocab="vocab_size")
         | {
             "model_type": neutral("gpt_neox"),
@@ -182,7 +182,7 @@ LLAMA = Family(
             "activation": Field(("hidden_act",), "silu"),
             "max_length": Field(("max_position_embeddings",)),
         },
-        rules=COMMON
+        rules=_COMMON
         | sizes(
             d="hidden_size", layers="num_hidden_layers", h="intermediate_size", vocab="vocab_size", width="head_dim"
         )
@@ -195,7 +195,6 @@ LLAMA = Family(
             "partial_rotary_factor": neutral(1.0),
             "layer_types": every("full_attention"),
             "is_llama_config": neutral(True),
-            "is_causal": neutral(True),
         },
     ),
     buffers={"rotary_emb.inv_freq": frequencies},

@@ -7,7 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from otattn.models.family import Family, linear
-from otattn.models.keys import COMMON, Facts, Field, Keys, every, has_biases, neutral, numbered, same, sizes, zeros
+from otattn.models.keys import (
+    COMMON,
+    Facts,
+    Field,
+    Keys,
+    every,
+    has_biases,
+    neutral,
+    numbered,
+    plain_activation,
+    same,
+    sizes,
+    zeros,
+)
 from otattn.models.positions import RopeKeys, Windows
 
 __all__ = ["ENCODERS"]
@@ -174,6 +187,7 @@ MODERNBERT = Family(
             "model_type": neutral("modernbert"),
             "architectures": every(r"ModernBert(Model|For\w+)"),
             "norm_bias": neutral(False),
+            "sliding_window": neutral(),  # half of local_attention
             "attention_bias": has_biases("attention"),
             "mlp_bias": has_biases("mlp"),
         },
@@ -192,6 +206,12 @@ def _grid(value: Any, facts: Facts) -> str | None:
     """The side of square images: as many patches as there are positions, but for the first tokens."""
     side = round((facts["positions"] - facts["firsts"]) ** 0.5) * facts["patch"]
     return None if value is None or value == side else f"{side}, as the tensors have it"
+
+
+def _dense(value: Any, facts: Facts) -> str | None:
+    """The activation once more."""
+    told = plain_activation(facts["given"].get("feed_forward_proj", "relu"))
+    return None if value is None or value == told else f"{told!r}, as feed_forward_proj has it"
 
 
 _PATCHES = {
@@ -292,10 +312,12 @@ T5 = Family(
             "model_type": neutral("t5"),
             "architectures": every(r"(TF|Flax)?T5(Model|EncoderModel|WithLMHeadModel|For\w+)"),
             "feed_forward_proj": every(r"(?!gated-).+"),
+            "dense_act_fn": _dense,
+            "is_gated_act": neutral(False),
             "is_decoder": neutral(False),
             "is_encoder_decoder": neutral(True, False),
         },
-    ).but(harmless="dropout_rate num_decoder_layers dense_act_fn is_gated_act scale_decoder_outputs n_positions"),
+    ).but(harmless="dropout_rate num_decoder_layers scale_decoder_outputs n_positions"),
     unused=(r"decoder\.(block|final_layer_norm)\..+", r"(lm_head|classifier|qa_outputs)\..+"),
     tied=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
 )
@@ -308,7 +330,7 @@ T5_GATED = replace(
     },
     keys=T5.keys.but(
         fields={"activation": Field(("feed_forward_proj",), "gated-gelu")},
-        rules={"feed_forward_proj": every(r"gated-.+")},
+        rules={"feed_forward_proj": every(r"gated-.+"), "is_gated_act": neutral(True, None)},
     ),
 )
 

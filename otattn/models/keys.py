@@ -28,6 +28,7 @@ __all__ = [
     "number",
     "numbered",
     "ones",
+    "plain_activation",
     "same",
     "short",
     "sizes",
@@ -193,6 +194,13 @@ def has_biases(part: str) -> Rule:
         return f"{held == {True}}, as there are {'' if True in held else 'no '}biases of this part among the tensors"
 
     return rule
+
+
+def plain_activation(name: Any) -> Any:
+    """Without the "gated-" of T5, whose gated GELU is the approximate one."""
+    if isinstance(name, str) and name.startswith("gated-"):
+        return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    return name
 
 
 def _equal(a: Any, b: Any) -> bool:
