@@ -57,6 +57,7 @@ SCRIPTS = (
     Script("fuzz_arrays", "damaged files of arrays through the command line", (), ("--files", "50"), out=False),
     Script("fuzz_files", "damaged checkpoints and tokenizers", MODELS, ("--files", "50")),
     Script("against_transformers", "hidden states and options of transformers", ("torch", "transformers"), None),
+    Script("families", "hidden states of every family of models, against transformers", ("torch", "transformers"), ()),
     Script("kills", "100 kills of a running study", (), ("--kills", "3"), out=False),
 )
 

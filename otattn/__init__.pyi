@@ -148,6 +148,7 @@ from .measures import (
     PointSet,
     SpaceTimeMeasure,
 )
+from .models import load_model
 from .report import build_report
 from .stability import (
     LayerMeasurements,
@@ -285,6 +286,7 @@ __all__ = [
     "lipschitz_upper_bound",
     "load_excerpt",
     "load_layer",
+    "load_model",
     "load_sample",
     "local_growth",
     "local_lipschitz",

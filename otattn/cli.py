@@ -1,4 +1,4 @@
-"""The command line: ``otattn report``, ``stability``, ``local``, ``bounds``, ``depth``, ``flow`` and ``gradient-flow``.
+"""The command line: ``otattn report``, ``stability``, ``local``, ``bounds``, ``depth``, ``models``, ``flow`` and ``gradient-flow``.
 
 Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed.
 """
@@ -30,6 +30,7 @@ _REFUSALS = (ValueError, TypeError, OSError, OtattnError, ArithmeticError, Memor
 
 
 _DEPTH = "Norms of the first 1, 2, ... layers of a model at real tokens, against products of the layers' own norms."
+_MODELS = "What a checkpoint holds: its family, its tensors, what is missing, and whether it can be opened."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,6 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--quiet", action="store_true", help="no progress bar")
     depth.add_argument("--json", action="store_true", help="print JSON")
     depth.add_argument("--out", metavar="DIR", help="also write depth.json and depth.png there")
+
+    models = commands.add_parser("models", help=_MODELS, description=_MODELS)
+    models.set_defaults(run=_models, name="models", out=None)
+    models.add_argument("path", metavar="PATH", help="a checkpoint or the folder of one")
+    models.add_argument("--json", action="store_true", help="print JSON")
 
     flow = command("flow", _flow, "Tokens that follow the layer in depth: stability in time, radius, clusters.")
     flow.add_argument("--n", type=_positive, default=16, help="tokens of the first window (default 16)")
@@ -320,6 +326,13 @@ def _depth(options: argparse.Namespace) -> None:
     profile = profile_of(options)
     heading = f"n = {profile.mu.n}; norms within {profile.tol:g} of their value, {profile.products} products"
     _emit(options, profile.to_dict(), [*str(profile).splitlines(), heading], partial(plot_depth, profile))
+
+
+def _models(options: argparse.Namespace) -> None:
+    from otattn.report.contents import contents_of, contents_text
+
+    data = contents_of(pathlib.Path(options.path))
+    _emit(options, data, contents_text(data))
 
 
 def _flow(options: argparse.Namespace) -> None:

@@ -28,10 +28,11 @@ from otattn.attention import (
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
+    Sum,
     TransformerBlock,
     grouped_queries,
 )
-from otattn.models import Transformer, bert, gpt2, llama
+from otattn.models import Transformer, load_model
 
 sys.path.append(str(Path(__file__).parent / "models"))
 import synthetic as syn
@@ -106,9 +107,9 @@ def networks(rng: Rng) -> dict[str, Transformer]:
         "head_dim": 2,
     }
     return {
-        "bert": bert(syn.bert_weights(rng, d=D, hidden=5), num_heads=3, eps=1e-3),
-        "gpt2": gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=0.1),
-        "llama": llama(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
+        "bert": syn.bert(syn.bert_weights(rng, d=D, hidden=5), num_heads=3, eps=1e-3),
+        "gpt2": syn.gpt2(syn.gpt2_weights(rng, d=D), num_heads=1, eps=0.1),
+        "llama": load_model(syn.llama_weights(rng, d=D, heads=2, kv=1, hidden=5, width=2), config=given),
     }
 
 
@@ -221,6 +222,8 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "compose-masked": lambda r: Compose(
         norm(r), MaskedAttention(qkv(r, 2)), Residual(SigmoidAttention(mat(r), mat(r)))
     ),
+    "sum": lambda r: Sum(qkv(r, 2), mlp(r, "tanh")),
+    "sum-masked": lambda r: Residual(Sum(Compose(norm(r), MaskedAttention(qkv(r, 2))), Compose(norm(r), mlp(r)))),
     "block-pre": lambda r: block(r, True),
     "block-post": lambda r: block(r, False),
     "block-masked-pre": lambda r: block(r, True, masked=True),

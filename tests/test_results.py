@@ -55,7 +55,7 @@ FLOW = oa.flow(HEAD, X, t_span=(0.0, 1.0))
 
 
 def layers() -> oa.LayerMeasurements:
-    model = oa.models.bert(synthetic.bert_weights(np.random.default_rng(0)), num_heads=3)
+    model = oa.models.load_model(synthetic.bert_weights(np.random.default_rng(0)), num_heads=3)
     ids = np.random.default_rng(1).integers(0, 17, (2, 6))
     return oa.measure_layers(model, ids, n_values=(3, 6), n_pairs=2, progress=False)
 

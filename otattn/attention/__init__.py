@@ -1,7 +1,7 @@
 """What moves the measures: attention maps ``Gamma_mu``, their push-forward and their derivatives."""
 
 from otattn.attention.base import AttentionMap
-from otattn.attention.compose import Compose, Residual, TransformerBlock
+from otattn.attention.compose import Compose, Residual, Sum, TransformerBlock
 from otattn.attention.feed_forward import FeedForward
 from otattn.attention.function import FunctionAttention
 from otattn.attention.jacobian import JacobianOperator
@@ -55,6 +55,7 @@ __all__ = [
     "SigmoidAttention",
     "SinkhornAttention",
     "SoftmaxAttention",
+    "Sum",
     "TokenwiseMap",
     "TransformerBlock",
     "alibi_slopes",

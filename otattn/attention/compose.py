@@ -14,7 +14,7 @@ from otattn.attention.base import AttentionMap, Drift, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.measures import GaussianMeasure, SpaceTimeMeasure
 
-__all__ = ["Compose", "Residual", "TransformerBlock"]
+__all__ = ["Compose", "Residual", "Sum", "TransformerBlock"]
 
 Array = NDArray[np.float64]
 
@@ -113,31 +113,14 @@ class Residual(AttentionMap):
         return np.eye(gaussian.dim) + self.scale * G, self.scale * b
 
 
-@dataclass(frozen=True, eq=False, init=False)
-class Compose(AttentionMap):
-    """The composition ``F_k o ... o F_1`` of ``Compose(F_1, ..., F_k)``: the first map acts first.
-
-    Each map sees the measure that the maps before it have produced.
-
-    Examples
-    --------
-    >>> from otattn.attention import LayerNorm, SoftmaxAttention
-    >>> averaging = SoftmaxAttention([[0.0] * 2] * 2, [[1.0, 0.0]])
-    >>> Compose(LayerNorm([1.0, 1.0]), averaging).on_tokens([[0.0, 2.0]])
-    array([[-1.]])
-    """
+class _Several(AttentionMap):
+    """A map made of others."""
 
     maps: tuple[AttentionMap, ...]
 
-    def __init__(self, *maps: AttentionMap) -> None:
+    def _keep(self, maps: tuple[AttentionMap, ...]) -> None:
         if not maps or not all(isinstance(m, AttentionMap) for m in maps):
             raise TypeError(f"maps must be one or more attention maps, received {maps!r}.")
-        for first, second in pairwise(maps):
-            if None not in (first.out_dim, second.in_dim) and first.out_dim != second.in_dim:
-                raise ValueError(
-                    f"maps must fit: {type(first).__name__} gives dimension {first.out_dim}, "
-                    f"{type(second).__name__} takes {second.in_dim}."
-                )
         object.__setattr__(self, "maps", tuple(maps))
 
     @property
@@ -163,6 +146,76 @@ class Compose(AttentionMap):
     @property
     def _width(self) -> int:
         return sum(m._width for m in self.maps)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Sum(_Several):
+    """``x -> sum_i Gamma^i_mu(x)``: maps side by side, masked or not.
+
+    Examples
+    --------
+    >>> from otattn.attention import MLP, SoftmaxAttention
+    >>> Sum(SoftmaxAttention([[0.0]], [[1.0]]), MLP([[1.0]], [0.0], [[1.0]], activation="identity")).on_tokens([[2.0]])
+    array([[4.]])
+    """
+
+    maps: tuple[AttentionMap, ...]
+
+    def __init__(self, *maps: AttentionMap) -> None:
+        self._keep(maps)
+        for name, sizes in (("in_dim", {m.in_dim for m in maps}), ("out_dim", {m.out_dim for m in maps})):
+            if len(sizes) > 1:
+                raise ValueError(f"maps must act on one space and have values in one, received {name} {sizes}.")
+
+    def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return np.sum([m._apply(x, mu, times if m.causal else None, block_size) for m in self.maps], axis=0)
+
+    def _field(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
+        return np.sum([m._field(x, mu, times if m.causal else None, block_size) for m in self.maps], axis=0)
+
+    def _jacobian(self, mu: Measure, times: Array | None, block_size: int | None) -> JacobianOperator:
+        parts = [m._jacobian(mu, times if m.causal else None, block_size) for m in self.maps]
+        e = parts[0].e
+        return JacobianOperator(
+            mu.n,
+            mu.dim,
+            e,
+            jvp=lambda v: np.sum([J.jvp(v) for J in parts], axis=0),
+            vjp=lambda g: np.sum([J.vjp(g) for J in parts], axis=0),
+            dense=lambda: np.sum([J.to_dense() for J in parts], axis=0).reshape(mu.n, e, mu.n, mu.dim),
+        )
+
+    def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
+        """The sum of the affine maps."""
+        self._check_dim(gaussian.dim)
+        maps = [m.gaussian_affine(gaussian) for m in self.maps]
+        return np.sum([G for G, _ in maps], axis=0), np.sum([b for _, b in maps], axis=0)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Compose(_Several):
+    """The composition ``F_k o ... o F_1`` of ``Compose(F_1, ..., F_k)``: the first map acts first.
+
+    Each map sees the measure that the maps before it have produced.
+
+    Examples
+    --------
+    >>> from otattn.attention import LayerNorm, SoftmaxAttention
+    >>> averaging = SoftmaxAttention([[0.0] * 2] * 2, [[1.0, 0.0]])
+    >>> Compose(LayerNorm([1.0, 1.0]), averaging).on_tokens([[0.0, 2.0]])
+    array([[-1.]])
+    """
+
+    maps: tuple[AttentionMap, ...]
+
+    def __init__(self, *maps: AttentionMap) -> None:
+        self._keep(maps)
+        for first, second in pairwise(maps):
+            if None not in (first.out_dim, second.in_dim) and first.out_dim != second.in_dim:
+                raise ValueError(
+                    f"maps must fit: {type(first).__name__} gives dimension {first.out_dim}, "
+                    f"{type(second).__name__} takes {second.in_dim}."
+                )
 
     def stages(self, mu: Any) -> list[tuple[AttentionMap, Measure]]:
         """Each map with the measure that reaches it.

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._files.npz import MAX_BYTES
+from otattn._files.npz import MAX_BYTES, outline_npz, read_npz
 from otattn.models.files import existing
 
-__all__ = ["ArrayCheckpoint", "Checkpoint", "FileCheckpoint"]
+__all__ = ["ArrayCheckpoint", "Checkpoint", "FileCheckpoint", "NpzCheckpoint"]
 
 
 class Checkpoint(ABC):
@@ -155,3 +155,35 @@ class FileCheckpoint(Checkpoint):
     def _digest(self) -> str:
         with open(self.path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class NpzCheckpoint(FileCheckpoint):
+    """The arrays of an ``.npz`` file by name.
+
+    Raises
+    ------
+    FileNotFoundError
+    ValueError
+        Damaged, of another format, without arrays, with objects in it, or an archive that claims far more than it holds.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        super().__init__(path)
+        outline = outline_npz(self.path)
+        if not outline:
+            raise ValueError(f"{self.path} must hold arrays, received an archive without any; name another file.")
+        strange = [name for name, array in outline.items() if array.dtype.kind not in "biuf"]
+        if strange:
+            raise ValueError(
+                f"{strange[0]!r} in {self.path} must be an array of real numbers, received dtype "
+                f"{outline[strange[0]].dtype}; convert it to float32 before saving it."
+            )
+        self._shapes = {name: tuple(array.shape) for name, array in outline.items()}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def _read(self, name: str, rows: NDArray[np.int64] | None) -> NDArray[Any]:
+        array = read_npz(self.path, [name])[name]
+        return array if rows is None else array[rows]

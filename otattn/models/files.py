@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import zipfile
@@ -11,7 +12,7 @@ from typing import Any
 
 from otattn._files import npz
 
-__all__ = ["existing", "foreign", "is_folder", "named_path", "objects_once", "read_json", "refuse_pointer"]
+__all__ = ["existing", "foreign", "is_folder", "named_path", "need", "objects_once", "read_json", "refuse_pointer"]
 
 MAX_JSON = 16 * 2**20
 """Most bytes of a configuration or of the header of a checkpoint; a header of 100,000 tensors has about 10 MiB."""
@@ -45,6 +46,18 @@ _SUFFIXES = {
     ".pt": ("a file of torch", _CONVERT),
     ".pth": ("a file of torch", _CONVERT),
 }
+
+
+def need(module: str) -> Any:
+    """The module, or an ImportError that names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        package = module.split(".")[0]
+        raise ImportError(
+            f"reading this file needs the package {package!r}, which is not installed; "
+            'install the extra: pip install "otattn[models]".'
+        ) from exc
 
 
 def named_path(path: str | PathLike[str]) -> Path:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.models._extra import need
 from otattn.models.checkpoint import FileCheckpoint
+from otattn.models.files import need
 from otattn.models.gguf_header import Entry, GGUFHeader
 
 __all__ = ["GGUFCheckpoint"]

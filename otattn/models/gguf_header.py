@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from otattn.models._extra import need
+from otattn.models.files import need
 
 __all__ = ["Entry", "GGUFHeader"]
 

@@ -1,135 +1,38 @@
-"""One layer of a transformer: its heads as attention maps, and its forward pass on many windows at once."""
+"""One layer of a transformer: its parts read from a checkpoint, as one map, and its forward pass on many windows at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn.attention import (
     AttentionMap,
+    Compose,
+    FeedForward,
     LayerNorm,
     MaskedAttention,
     MultiHeadAttention,
-    SoftmaxAttention,
+    PositionBias,
+    Residual,
+    RMSNorm,
+    Sum,
     TransformerBlock,
 )
-from otattn.attention.feed_forward import FeedForward
-from otattn.attention.rotary import RotaryAttention, rotate
+from otattn.attention.tokenwise import TokenwiseMap
 from otattn.measures import Domain, Ellipsoid, LayerNormDomain
+from otattn.models.config import ModelConfig
+from otattn.models.experts import Experts
+from otattn.models.family import Layout
+from otattn.models.heads import Projections, tokenwise
 
-__all__ = ["ModelLayer", "Projections", "norm_domain"]
+__all__ = ["ModelLayer", "projection", "read_layer", "read_norm"]
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Projections:
-    """The matrices of an attention layer, heads stacked, in the convention ``y = W x + b``.
-
-    Attributes
-    ----------
-    query : (H k, d)
-    key, value : (G k, d), (G e, d)
-        G heads of keys and values; query head h uses number ``h G / H`` of them (grouped-query attention).
-    output : (D, H e)
-    query_bias, key_bias, value_bias, output_bias : arrays or None
-    num_heads, num_kv_heads : int
-        H and G.
-    masked : bool
-        Causal mask.
-    rotary : dict or None
-        ``base``, ``layout`` and ``rotary_dim`` of :class:`RotaryAttention`.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    output: Array
-    query_bias: Array | None
-    key_bias: Array | None
-    value_bias: Array | None
-    output_bias: Array | None
-    num_heads: int
-    num_kv_heads: int
-    masked: bool
-    rotary: dict[str, float | int | str] | None = None
-
-    def __post_init__(self) -> None:
-        H, G = self.num_heads, self.num_kv_heads
-        if H % G or len(self.query) % H or len(self.key) % G or len(self.value) % G:
-            raise ValueError(
-                f"num_heads and num_kv_heads must divide {len(self.query)} and {len(self.key)} rows and one another, "
-                f"received {H} and {G}; check the configuration."
-            )
-        if len(self.query) // H != len(self.key) // G or self.output.shape[1] != H * (len(self.value) // G):
-            raise ValueError(
-                f"query, key and output must fit {H} heads and {G} key-value heads, received shapes {self.query.shape}, "
-                f"{self.key.shape} and {self.output.shape}; check the configuration."
-            )
-
-    def head(self, h: int) -> tuple[AttentionMap, Array]:
-        """Head h as an attention map into its own values, and its output matrix ``(D, e)``."""
-        q, k, v = self._part(self.query, h, True), self._part(self.key, h), self._part(self.value, h)
-        bq = None if self.query_bias is None else self._part(self.query_bias, h, True)
-        bk = None if self.key_bias is None else self._part(self.key_bias, h)
-        bv = None if self.value_bias is None else self._part(self.value_bias, h)
-        e = len(v)
-        out = self.output[:, h * e : (h + 1) * e]
-        if self.rotary is not None:
-            options: dict = dict(self.rotary)
-            return (
-                RotaryAttention(q, k, v, query_bias=bq, key_bias=bk, value_bias=bv, masked=self.masked, **options),
-                out,
-            )
-        head = SoftmaxAttention.from_qkv(q, k, v, query_bias=bq, key_bias=bk, value_bias=bv)
-        return MaskedAttention(head) if self.masked else head, out
-
-    def _part(self, stacked: Array, h: int, query: bool = False) -> Array:
-        count = self.num_heads if query else self.num_kv_heads
-        index = h if query else h * self.num_kv_heads // self.num_heads
-        size = len(stacked) // count
-        return stacked[index * size : (index + 1) * size]
-
-    def __call__(self, X: Array) -> Array:
-        """The attention output (output matrix included) for tokens ``(windows, n, d)``."""
-        w, n, _ = X.shape
-        q = _split(X, self.query, self.query_bias, self.num_heads)
-        k = _split(X, self.key, self.key_bias, self.num_kv_heads)
-        v = _split(X, self.value, self.value_bias, self.num_kv_heads)
-        width = q.shape[-1]
-        if self.rotary is not None:
-            r = int(self.rotary.get("rotary_dim") or width)
-            frequencies = float(self.rotary["base"]) ** (-np.arange(0, r, 2) / r)
-            angles = np.arange(n)[:, None] * frequencies
-            layout = str(self.rotary["layout"])
-            q, k = rotate(q, angles, layout), rotate(k, angles, layout)
-        group = self.num_heads // self.num_kv_heads
-        hidden = np.triu(np.ones((n, n), dtype=bool), 1) if self.masked else None
-        out = np.empty((w, n, self.num_heads, v.shape[-1]))
-        for i in range(w):
-            for h in range(self.num_heads):
-                S = q[i, h] @ k[i, h // group].T
-                S /= np.sqrt(width)
-                if hidden is not None:
-                    S[hidden] = -np.inf
-                S -= S.max(axis=1, keepdims=True)
-                np.exp(S, out=S)
-                S /= S.sum(axis=1, keepdims=True)
-                out[i, :, h] = S @ v[i, h // group]
-        y = out.reshape(w, n, -1) @ self.output.T
-        return np.asarray(y if self.output_bias is None else y + self.output_bias)
-
-
-def _split(X: Array, W: Array, b: Array | None, heads: int) -> Array:
-    """Projections ``(windows, heads, n, k)``."""
-    y = X @ W.T
-    if b is not None:
-        y = y + b
-    w, n, _ = X.shape
-    return np.ascontiguousarray(y.reshape(w, n, heads, -1).transpose(0, 2, 1, 3))
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,22 +45,27 @@ class ModelLayer:
         Number of the layer, from 0.
     projections : Projections
         Query, key, value and output matrices, heads stacked.
-    attention_norm, mlp_norm : LayerNorm
-        Before attention and MLP (``pre_norm``: GPT-2, Llama) or after them (BERT).
-    feed_forward : FeedForward
-    pre_norm : bool
+    attention_norm, mlp_norm : LayerNorm or None
+        Before attention and MLP ("pre": GPT-2, Llama; "parallel": GPT-NeoX) or after them ("post": BERT); None for the first
+        of ModernBERT.
+    feed_forward : TokenwiseMap
+    order : {"post", "pre", "parallel"}
     domain : Domain
         Where the tokens that the attention sees are: the image of the normalisation that feeds it. A
         :class:`LayerNormDomain` for BERT and GPT-2, an ellipsoid for RMSNorm.
+    attention_out_norm, mlp_out_norm : LayerNorm or None
+        On what attention and MLP add (Gemma 2).
     """
 
     index: int
     projections: Projections
-    attention_norm: LayerNorm
+    attention_norm: LayerNorm | None
     mlp_norm: LayerNorm
-    feed_forward: FeedForward
-    pre_norm: bool
+    feed_forward: TokenwiseMap
+    order: str
     domain: Domain
+    attention_out_norm: LayerNorm | None = None
+    mlp_out_norm: LayerNorm | None = None
 
     @cached_property
     def _parts(self) -> tuple[tuple[AttentionMap, Array], ...]:
@@ -183,36 +91,163 @@ class ModelLayer:
         return MultiHeadAttention(heads, self.outputs, output_bias=bias)
 
     @cached_property
-    def block(self) -> TransformerBlock:
+    def block(self) -> Compose:
         """The whole layer as a token map, Jacobian included."""
+        attention, mlp = (
+            part if norm is None else Compose(part, norm)
+            for part, norm in ((self.attention, self.attention_out_norm), (self.feed_forward, self.mlp_out_norm))
+        )
+        if self.order == "parallel":
+            first = attention if self.attention_norm is None else Compose(self.attention_norm, attention)
+            return Compose(Residual(Sum(first, Compose(self.mlp_norm, mlp))))
         return TransformerBlock(
-            self.attention,
-            self.feed_forward,
+            attention,
+            mlp,
             attention_norm=self.attention_norm,
             mlp_norm=self.mlp_norm,
-            pre_norm=self.pre_norm,
+            pre_norm=self.order == "pre",
         )
 
     def attention_input(self, X: Array) -> Array:
         """What the attention sees when the layer receives ``X (windows, n, d)``."""
-        return tokenwise(self.attention_norm, X) if self.pre_norm else X
+        return X if self.order == "post" else tokenwise(self.attention_norm, X)
 
-    def forward(self, X: Array, seen: Array | None = None) -> Array:
+    def forward(self, X: Array, seen: Array | None = None, visible: Mask | None = None) -> Array:
         """The layer applied to ``X (windows, n, d)``; ``seen`` is :meth:`attention_input` where known."""
-        Y = X + self.projections(self.attention_input(X) if seen is None else seen)
-        if self.pre_norm:
-            return np.asarray(Y + tokenwise(self.feed_forward, tokenwise(self.mlp_norm, Y)))
-        Y = tokenwise(self.attention_norm, Y)
-        return tokenwise(self.mlp_norm, Y + tokenwise(self.feed_forward, Y))
+        added = self.projections(self.attention_input(X) if seen is None else seen, visible)
+        Y = X + tokenwise(self.attention_out_norm, added)
+        if self.order == "post":
+            Y = tokenwise(self.attention_norm, Y)
+            return tokenwise(self.mlp_norm, Y + tokenwise(self.feed_forward, Y))
+        into = tokenwise(self.mlp_norm, X if self.order == "parallel" else Y)
+        return np.asarray(Y + tokenwise(self.mlp_out_norm, tokenwise(self.feed_forward, into)))
 
     def __repr__(self) -> str:
         p = self.projections
         return f"ModelLayer({self.index}, heads={p.num_heads}, kv_heads={p.num_kv_heads}, dim={p.query.shape[1]})"
 
 
-def tokenwise(map: LayerNorm | FeedForward, X: Array) -> Array:
-    """A token-wise map on ``(windows, n, d)``."""
-    return map._map(X.reshape(-1, X.shape[-1])).reshape(*X.shape[:-1], -1)
+def read_norm(layout: Layout, config: ModelConfig, name: str) -> LayerNorm:
+    """The normalisation with this whole name."""
+    read, kind = layout.checkpoint.tensor, layout.family.norm
+    names = layout.norm(name)
+    gain = read(names[0], None)
+    if kind in ("rms", "shifted"):
+        return RMSNorm(gain + 1.0 if kind == "shifted" else gain, eps=config.eps)
+    return LayerNorm(gain, read(names[1], len(gain)) if len(names) > 1 else None, eps=config.eps)
+
+
+def read_layer(layout: Layout, config: ModelConfig, index: int) -> ModelLayer:
+    """Layer ``index`` of a checkpoint."""
+    family, stem = layout.family, layout.stem(index)
+    norms = {
+        use: read_norm(layout, config, stem + name)
+        for use, name in family.layer_norms.items()
+        if not (family.plain_first and index == 0 and use == "first")
+    }
+    first = norms.get("first")
+    return ModelLayer(
+        index,
+        _projections(layout, config, index),
+        first,
+        norms["second"],
+        _feed_forward(layout, config, index),
+        config.order,
+        _domain(layout, config, index, first),
+        norms.get("after_first"),
+        norms.get("after_second"),
+    )
+
+
+def _linear(layout: Layout, index: int, use: str) -> tuple[Any, Any]:
+    """Matrix and bias in the convention ``y = W x + b``; None where the family has none."""
+    if use not in layout.family.linear:
+        return None, None
+    read = layout.checkpoint.tensor
+    W, name = read(layout.weight(index, use)), layout.bias(index, use)
+    W = W.T if layout.family.transposed else W
+    return W, None if name is None else read(name, len(W))
+
+
+def _split(W: Array, b: Array | None, parts: int, by: int = 1) -> list[tuple[Any, Any]]:
+    """The matrices stacked in one, ``by`` times in turn."""
+    out = []
+    for i in range(parts):
+        W_i, b_i = (None if a is None else a.reshape(by, parts, -1, *a.shape[1:])[:, i] for a in (W, b))
+        out.append((W_i.reshape(-1, W.shape[1]), None if b_i is None else b_i.reshape(-1)))  # type: ignore[union-attr]
+    return out
+
+
+def _projections(layout: Layout, config: ModelConfig, index: int) -> Projections:
+    family, c, stem = layout.family, config, layout.stem(index)
+    uses = ("query", "key", "value")
+    if "fused" in family.linear:
+        parts = _split(*_linear(layout, index, "fused"), 3)
+    elif "by_head" in family.linear:
+        parts = _split(*_linear(layout, index, "by_head"), 3, c.num_heads)
+    else:
+        parts = [_linear(layout, index, use) for use in uses]
+    (q, bq), (k, bk), (v, bv) = parts
+    out, bo = _linear(layout, index, "output")
+    arrays = {use: layout.checkpoint.tensor(stem + name) for use, (name, _) in family.layer_arrays.items()}
+    norms: dict[str, Any] = {use: RMSNorm(arrays[use], eps=c.eps) for use in arrays if use.endswith("_norm")}
+    bias = None
+    if "relative" in family.arrays:
+        table = layout.checkpoint.tensor(layout.prefix + family.arrays["relative"][0])
+        bias = tuple(PositionBias.t5(column, max_distance=c.farthest) for column in table.T)
+    reach = c.reach[index]
+    return Projections(
+        *(q, k, v, out, bq, bk, bv, bo),
+        c.num_heads,
+        c.num_kv_heads,
+        masked=c.causal,
+        scale=c.scale,
+        rotary=c.rotary if reach is None or c.local_rotary is None else c.local_rotary,
+        reach=reach,
+        cap=c.cap,
+        sinks=arrays.get("sinks"),
+        bias=bias,
+        **norms,
+    )
+
+
+def _feed_forward(layout: Layout, config: ModelConfig, index: int) -> TokenwiseMap:
+    family, c, stem = layout.family, config, layout.stem(index)
+    if "router" in family.linear:
+        router, bias = _linear(layout, index, "router")
+        names = ("gate_up", "gate_up_bias", "down", "down_bias")
+        options: dict[str, Any] = {use: layout.checkpoint.tensor(stem + family.layer_arrays[use][0]) for use in names}
+        return Experts(router, bias, **options | dict(c.experts))
+    (up, b_up), (gate, b_gate) = (_linear(layout, index, use) for use in ("up", "gate"))
+    if "gate_up" in family.linear:
+        (gate, b_gate), (up, b_up) = _split(*_linear(layout, index, "gate_up"), 2)
+    down, b_down = _linear(layout, index, "down")
+    return FeedForward(up, down, activation=c.activation, gate=gate, up_bias=b_up, down_bias=b_down, gate_bias=b_gate)
+
+
+def _domain(layout: Layout, config: ModelConfig, index: int, first: LayerNorm | None) -> Domain:
+    """Where the tokens are that the attention of a layer sees."""
+    family = layout.family
+    if config.order != "post" and first is not None:
+        return norm_domain(first)
+    if index:
+        return norm_domain(read_norm(layout, config, layout.stem(index - 1) + family.layer_norms["second"]))
+    domain = norm_domain(read_norm(layout, config, layout.prefix + family.norms["embedding"]))
+    project = projection(layout)
+    if project is None:
+        return domain
+    assert isinstance(domain, Ellipsoid)
+    W, b = project
+    return Ellipsoid(W @ domain.shape, W @ domain.center + b)
+
+
+def projection(layout: Layout) -> tuple[Array, Array] | None:
+    """The linear map from embeddings to tokens, where there is one (ELECTRA)."""
+    names = [layout.prefix + name for name, _ in layout.family.optional.values()]
+    if not any(name in layout.checkpoint for name in names):
+        return None
+    W, b = (layout.checkpoint.tensor(name) for name in names)
+    return W, b
 
 
 def norm_domain(norm: LayerNorm) -> Domain:

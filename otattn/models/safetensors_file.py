@@ -1,20 +1,21 @@
-"""Files of the ``safetensors`` format."""
+"""Files of the ``safetensors`` format, one or several with an index."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.models._extra import need
-from otattn.models.checkpoint import FileCheckpoint
-from otattn.models.files import MAX_JSON, foreign, objects_once
+from otattn.models.checkpoint import Checkpoint, FileCheckpoint
+from otattn.models.files import MAX_JSON, existing, foreign, need, objects_once, read_json
 
-__all__ = ["SafetensorsCheckpoint"]
+__all__ = ["SafetensorsCheckpoint", "ShardedCheckpoint"]
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
@@ -86,3 +87,51 @@ class SafetensorsCheckpoint(FileCheckpoint):
             with self._open(str(self.path), framework="np") as file:
                 array = file.get_tensor(name)
         return array if rows is None else array[rows]
+
+
+class ShardedCheckpoint(Checkpoint):
+    """The tensors of several ``.safetensors`` files that an index (``model.safetensors.index.json``) lists.
+
+    Raises
+    ------
+    FileNotFoundError
+        A shard is missing.
+    ValueError
+        The index is damaged, or does not fit its shards.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = existing(path)
+        self.origin, self.folder = str(self.path), self.path.parent
+        listed = read_json(self.path).get("weight_map")
+        if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
+            raise ValueError(f"{self.path} must hold weight_map, the file of each tensor; it is no index, or damaged.")
+        self._files: dict[str, SafetensorsCheckpoint] = {}
+        for file in sorted(set(listed.values())):
+            if Path(file).name != file or file in ("", ".."):
+                raise ValueError(f"{self.path} must name files beside it, received {file!r}; it is damaged.")
+            self._files[file] = SafetensorsCheckpoint(self.folder / file)
+        self._where = {name: self._files[file] for name, file in listed.items()}
+        held = [(name, part) for part in self._files.values() for name in part.shapes]
+        strange = [name for name, part in held if self._where.get(name) is not part]
+        missing = [name for name, part in self._where.items() if name not in part]
+        if strange or missing:
+            name = (strange + missing)[0]
+            raise ValueError(
+                f"{self.path} and its {len(self._files)} files must tell the same tensors, but differ in {name!r} and "
+                f"{len(strange) + len(missing) - 1} others; copy all files again."
+            )
+        self._shapes = {name: part.shapes[name] for name, part in self._where.items()}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def _read(self, name: str, rows: NDArray[np.int64] | None) -> NDArray[Any]:
+        return self._where[name]._read(name, rows)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for _, part in sorted(self._files.items()):
+            digest.update(bytes.fromhex(part.fingerprint))
+        return digest.hexdigest()

@@ -8,11 +8,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from otattn.models._extra import need
 from otattn.models.checkpoint import Checkpoint
-from otattn.models.files import existing, is_folder, named_path, read_json, refuse_pointer
+from otattn.models.files import existing, is_folder, named_path, need, read_json, refuse_pointer
 from otattn.models.gguf_file import GGUFCheckpoint
-from otattn.models.shards import open_checkpoint
+from otattn.models.load import open_checkpoint
 from otattn.models.transformer import Transformer
 
 __all__ = ["load_tokenizer", "named_failure"]

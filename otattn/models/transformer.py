@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
 
@@ -12,43 +11,25 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, Compose, LayerNorm, RMSNorm, SoftmaxAttention
-from otattn.attention.feed_forward import FeedForward
+from otattn.attention import AttentionMap, Compose, LayerNorm, SoftmaxAttention
 from otattn.data.layer import SampleLayer
+from otattn.models.config import ModelConfig
+from otattn.models.embedding import embed, images_of, ragged, token_ids_of
 from otattn.models.family import Buffer, Layout
-from otattn.models.layer import ModelLayer, Projections, norm_domain, tokenwise
+from otattn.models.heads import tokenwise
+from otattn.models.layer import ModelLayer, read_layer, read_norm
 
-__all__ = ["ModelConfig", "Transformer"]
+__all__ = ["Transformer"]
 
 Array = NDArray[np.float64]
 Ids = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The numbers that a checkpoint's tensors do not tell, and those that they do.
-
-    ``max_length`` is None when positions are unbounded; ``rotary`` holds base, layout and number of turned coordinates.
-    """
-
-    family: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-    vocab_size: int
-    max_length: int | None
-    eps: float
-    activation: str
-    pre_norm: bool
-    causal: bool
-    rotary: dict[str, float | int | str] | None = None
+Mask = NDArray[np.bool_]
 
 
 class Transformer:
     """A transformer whose layers are read from its checkpoint when they are asked for (nothing is kept).
 
-    One forward pass for all architectures: what differs is in the table of the family.
+    One forward pass for all architectures: what differs is in the table of the family. Made by :func:`otattn.load_model`.
 
     Attributes
     ----------
@@ -61,6 +42,8 @@ class Transformer:
     def __init__(self, layout: Layout, config: ModelConfig) -> None:
         self.layout, self.checkpoint, self.config = layout, layout.checkpoint, config
         self._hold(layout.family.buffers, layout.prefix)
+        for name in layout.family.tied:
+            self._equal_words(layout.prefix + name)
 
     @property
     def layers(self) -> LayerSequence:
@@ -82,110 +65,85 @@ class Transformer:
                     "positions or masks that are not known here."
                 )
 
+    def _equal_words(self, name: str) -> None:
+        words = f"{self.layout.prefix}{self.layout.family.embeddings['words'][0]}.weight"
+        if name in self.checkpoint and not np.array_equal(self.checkpoint.tensor(name), self.checkpoint.tensor(words)):
+            raise ValueError(
+                f"{name} in {self.checkpoint.origin} must equal {words}, received other numbers; the model has two tables of "
+                "words, which is not known here."
+            )
+
     @property
     def _facts(self) -> dict[str, Any]:
         return {**self.layout.facts, "rotary": self.config.rotary}
-
-    def _norm(self, name: str) -> LayerNorm | RMSNorm:
-        read, d, eps = self.checkpoint.tensor, self.config.dim, self.config.eps
-        names = self.layout.norm(name)
-        gain = read(names[0], d)
-        return LayerNorm(gain, read(names[1], d), eps=eps) if len(names) > 1 else RMSNorm(gain, eps=eps)
-
-    def _linear(self, index: int, use: str) -> tuple[Array, Array | None]:
-        """Matrix and bias in the convention ``y = W x + b``."""
-        W, name = self.checkpoint.tensor(self.layout.weight(index, use)), self.layout.bias(index, use)
-        W = W.T if self.layout.family.transposed else W
-        return W, None if name is None else self.checkpoint.tensor(name, len(W))
 
     def _layer(self, index: int) -> ModelLayer:
         with self._named(f"layer {index}"):
             return self._build(index)
 
     def _build(self, index: int) -> ModelLayer:
-        family, c, stem = self.layout.family, self.config, self.layout.stem(index)
-        self._hold(family.layer_buffers, stem)
-        maps = {use: self._linear(index, use) for use in family.linear}
-        if "fused" in maps:
-            W, b = maps.pop("fused")
-            biases: Any = (None,) * 3 if b is None else np.split(b, 3)
-            maps |= dict(zip(("query", "key", "value"), zip(np.split(W, 3), biases, strict=True), strict=True))
-        (q, bq), (k, bk), (v, bv), (out, bo) = (maps[use] for use in ("query", "key", "value", "output"))
-        (up, b_up), (down, b_down), (gate, b_gate) = (maps.get(use, (None, None)) for use in ("up", "down", "gate"))
-        assert up is not None
-        assert down is not None
-        first = self._norm(stem + family.layer_norms["first"])
-        if c.pre_norm:
-            before = first
-        elif index:
-            before = self._norm(self.layout.stem(index - 1) + family.layer_norms["second"])
-        else:
-            before = self._norm(self.layout.prefix + family.norms["embedding"])
-        return ModelLayer(
-            index,
-            Projections(q, k, v, out, bq, bk, bv, bo, c.num_heads, c.num_kv_heads, masked=c.causal, rotary=c.rotary),
-            first,
-            self._norm(stem + family.layer_norms["second"]),
-            FeedForward(up, down, activation=c.activation, gate=gate, up_bias=b_up, down_bias=b_down, gate_bias=b_gate),
-            c.pre_norm,
-            norm_domain(before),
-        )
+        self._hold(self.layout.family.layer_buffers, self.layout.stem(index))
+        return read_layer(self.layout, self.config, index)
 
-    def embed(self, token_ids: Ids) -> Array:
-        """What enters the first layer, ``(windows, n, d)``."""
-        family, d, read = self.layout.family, self.config.dim, self.checkpoint.tensor
-        tables = {use: f"{self.layout.prefix}{name}.weight" for use, (name, _) in family.embeddings.items()}
-        words, index = np.unique(token_ids, return_inverse=True)
-        X = read(tables["words"], None, d, rows=words)[index.reshape(token_ids.shape)]
-        if "positions" in tables:
-            X = X + read(tables["positions"], None, d, rows=np.arange(token_ids.shape[1]))
-        if "types" in tables:  # one text: all tokens are of the first type
-            X = X + read(tables["types"], None, d)[0]
-        norm = family.norms.get("embedding")
-        return np.asarray(X) if norm is None else tokenwise(self._norm(self.layout.prefix + norm), X)
+    def embed(self, inputs: ArrayLike, visible: Mask | None = None) -> Array:
+        """What enters the first layer, ``(windows, n, d)``, for what :meth:`ids` returns."""
+        return embed(self.layout, self.config, np.asarray(inputs), visible)
 
-    def _final_norm(self) -> LayerNorm | RMSNorm | None:
+    def _final_norm(self) -> LayerNorm | None:
         name = self.layout.family.norms.get("final")
-        return None if name is None else self._norm(self.layout.prefix + name)
+        return None if name is None else read_norm(self.layout, self.config, self.layout.prefix + name)
 
-    def ids(self, token_ids: ArrayLike) -> Ids:
-        """``token_ids`` as ``(windows, n)`` integers of the vocabulary."""
-        raw = np.asarray(token_ids)
-        if raw.dtype.kind not in "iu" or raw.ndim not in (1, 2) or raw.size == 0:
-            raise ValueError(
-                f"token_ids must be integers of shape (n,) or (windows, n), received {raw.dtype} of shape {raw.shape}; "
-                "otattn.models.text_windows makes them from text."
-            )
-        if raw.min() < 0 or raw.max() >= self.config.vocab_size:
-            raise ValueError(
-                f"token_ids must lie in [0, {self.config.vocab_size}), received [{raw.min()}, {raw.max()}]; "
-                "use the tokenizer of this model."
-            )
-        limit = self.config.max_length
-        if limit is not None and raw.shape[-1] > limit:
-            raise ValueError(
-                f"token_ids must have at most {limit} tokens a window, received {raw.shape[-1]}; cut them."
-            )
-        return raw.astype(np.int64).reshape(-1, raw.shape[-1])
+    def ids(self, token_ids: ArrayLike) -> Any:
+        """``token_ids`` as ``(windows, n)`` integers of the vocabulary; images as ``(windows, channels, height, width)``."""
+        if self.layout.family.embeddings:
+            return token_ids_of(token_ids, self.config)
+        return images_of(token_ids, self.layout)
 
-    def walk(self, token_ids: ArrayLike, *, stop: int | None = None) -> Iterator[tuple[ModelLayer, Array, Array]]:
+    def _inputs(self, token_ids: Any, mask: ArrayLike | None) -> tuple[Any, Mask | None]:
+        """Checked inputs and which tokens are seen; texts of several lengths are padded at their ends."""
+        if self.layout.family.embeddings and mask is None and ragged(token_ids):
+            texts = [self.ids(text)[0] for text in token_ids]
+            lengths = np.array([len(text) for text in texts])
+            filler = 0 if self.config.pad is None else self.config.pad
+            ids = np.full((len(texts), lengths.max()), filler, dtype=np.int64)
+            for row, text in zip(ids, texts, strict=True):
+                row[: len(text)] = text
+            return ids, np.arange(ids.shape[1]) < lengths[:, None]
+        ids = self.ids(token_ids)
+        if mask is None:
+            return ids, None
+        seen = np.asarray(mask)
+        if seen.size != ids.size or ids.ndim != 2 or not np.isin(seen, (0, 1)).all() or not seen.any():
+            raise ValueError(
+                f"mask must have an entry 0 or 1 for each token, {ids.shape} of them, not all 0, received shape {seen.shape}; "
+                "tokenizers give it as attention_mask."
+            )
+        visible = seen.reshape(ids.shape).astype(bool)
+        if not visible.any(axis=1).all():
+            raise ValueError("mask must leave a token in each window, received a window without any; drop the window.")
+        return ids, visible
+
+    def walk(
+        self, token_ids: Any, *, stop: int | None = None, mask: ArrayLike | None = None
+    ) -> Iterator[tuple[ModelLayer, Array, Array]]:
         """Layer by layer: the layer, what enters it, and what its attention sees, both ``(windows, n, d)``.
 
         Parameters
         ----------
-        token_ids : array_like of int (n,) or (windows, n)
+        token_ids, mask
+            As :meth:`hidden_states` takes them.
         stop : int, optional
             Number of layers to walk, all by default.
         """
-        ids = self.ids(token_ids)
-        X = self._checked("the embedding", lambda: self.embed(ids))
+        ids, visible = self._inputs(token_ids, mask)
+        X = self._checked("the embedding", lambda: self.embed(ids, visible))
         total = self.num_layers if stop is None else min(check.count(stop, "stop"), self.num_layers)
         for index in range(total):
             layer = self._layer(index)
             seen = self._checked(f"layer {index}", partial(layer.attention_input, X))
             yield layer, X, seen
             if index + 1 < total:
-                X = self._forward(layer, X, seen)
+                X = self._forward(layer, X, seen, visible)
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -211,40 +169,56 @@ class Transformer:
             )
         return out
 
-    def _forward(self, layer: ModelLayer, X: Array, seen: Array) -> Array:
-        return self._checked(f"layer {layer.index}", lambda: layer.forward(X, seen))
+    def _forward(self, layer: ModelLayer, X: Array, seen: Array, visible: Mask | None) -> Array:
+        return self._checked(f"layer {layer.index}", lambda: layer.forward(X, seen, visible))
 
-    def hidden_states(self, token_ids: ArrayLike) -> Array:
+    def hidden_states(self, token_ids: Any, *, mask: ArrayLike | None = None) -> Array:
         """The tokens between the layers: what enters layer 0, 1, ..., and what leaves the last.
 
         Parameters
         ----------
-        token_ids : array_like of int (n,) or (windows, n)
-            Whole windows: no padding is known here.
+        token_ids : array_like of int (n,) or (windows, n), or sequence of sequences of int
+            Texts of several lengths are padded at their ends to the longest. For a model of images: ``(channels, height,
+            width)`` or ``(windows, channels, height, width)`` numbers.
+        mask : array_like (windows, n), optional
+            0 for padding, which no token sees. Padding at the start moves the first position, so that the states of a text do
+            not depend on how it is padded.
 
         Returns
         -------
         ndarray (layers + 1, n, d) or (layers + 1, windows, n, d)
-            float64. The last entry includes the final normalisation where the architecture has one.
+            float64. The last entry includes the final normalisation where the architecture has one. Rows of padding are nan,
+            so that nothing is measured on them.
         """
+        ids, visible = self._inputs(token_ids, mask)
         out = []
         last: tuple[ModelLayer, Array, Array] | None = None
-        for last in self.walk(token_ids):
+        for last in self.walk(ids, mask=visible):
             out.append(last[1])
         assert last is not None
-        X = self._forward(*last)
+        X = self._forward(*last, visible)
         norm = self._final_norm()
         out.append(X if norm is None else self._checked("the last norm", lambda: tokenwise(norm, X)))
-        stacked = np.stack(out)
-        return stacked if np.ndim(token_ids) == 2 else stacked[:, 0]
+        return self._stacked(out, token_ids, visible)
 
-    def attention_inputs(self, token_ids: ArrayLike) -> Array:
-        """The tokens that the attention of each layer sees, ``(layers, [windows,] n, d)``.
+    def _stacked(self, states: list[Array], inputs: Any, visible: Mask | None) -> Array:
+        """One array, nan at padding, without windows when one was given without."""
+        out = np.stack(states)
+        if visible is not None:
+            out[:, ~visible] = np.nan
+        return out if self._many(inputs) else out[:, 0]
+
+    def _many(self, inputs: Any) -> bool:
+        """Whether several windows were given."""
+        return ragged(inputs) or np.ndim(inputs) == (2 if self.layout.family.embeddings else 4)
+
+    def attention_inputs(self, token_ids: Any, *, mask: ArrayLike | None = None) -> Array:
+        """The tokens that the attention of each layer sees, ``(layers, [windows,] n, d)``, given as to :meth:`hidden_states`.
 
         Equal to ``hidden_states[:-1]`` for BERT; normalised ones for architectures that normalise first.
         """
-        stacked = np.stack([seen for _, _, seen in self.walk(token_ids)])
-        return stacked if np.ndim(token_ids) == 2 else stacked[:, 0]
+        ids, visible = self._inputs(token_ids, mask)
+        return self._stacked([seen for _, _, seen in self.walk(ids, mask=visible)], token_ids, visible)
 
     def sample(self, layer: int, token_ids: ArrayLike) -> SampleLayer:
         """Layer number ``layer`` with the tokens that enter it, as the rest of the library takes real layers.
@@ -317,7 +291,7 @@ class Transformer:
 
     def __repr__(self) -> str:
         c = self.config
-        return f"{type(self).__name__}(layers={c.num_layers}, heads={c.num_heads}, dim={c.dim})"
+        return f"{type(self).__name__}({c.family}, layers={c.num_layers}, heads={c.num_heads}, dim={c.dim})"
 
 
 class LayerSequence(Sequence[ModelLayer]):

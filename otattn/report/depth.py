@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from otattn._files.npz import read_npy
 from otattn.data import load_excerpt
 from otattn.lipschitz.local.depth import DepthProfile, depth_profile
-from otattn.models import load_tokenizer, read_text, text_windows
-from otattn.models.any_model import open_model
+from otattn.models import load_model, load_tokenizer, read_text, text_windows
 from otattn.models.transformer import Transformer
 
 __all__ = ["profile_of"]
@@ -22,7 +21,7 @@ def profile_of(options: Any) -> DepthProfile:
     """The profile of ``options``: model, text or tokens, other, n, layers, composed, splitting, heads, seed, quiet."""
     if options.text is not None and options.tokens is not None:
         raise ValueError("at most one of --text and --tokens must be given, received both.")
-    model = open_model(Path(options.model), num_heads=options.heads)
+    model = load_model(Path(options.model), num_heads=options.heads)
     if options.layers is not None and options.layers > model.num_layers:
         raise ValueError(f"--layers must be at most {model.num_layers}, received {options.layers}.")
     if options.tokens is not None:

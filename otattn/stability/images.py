@@ -39,6 +39,7 @@ from otattn.attention import (
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
+    Sum,
     TransformerBlock,
 )
 from otattn.attention.base import AttentionMap, Measure, block_rows
@@ -380,6 +381,16 @@ def _compose(attention: Compose, atoms: Atoms) -> Enclosed | None:
     return atoms.points
 
 
+def _sum(attention: Sum, atoms: Atoms) -> Enclosed | None:
+    total: Enclosed | None = None
+    for part in attention.maps:
+        points = _image(part, atoms)
+        if points is None:
+            return None
+        total = points if total is None else total + points
+    return total
+
+
 IMAGES: dict[type[AttentionMap], Rule] = {
     SoftmaxAttention: lambda a, atoms: _head(a.projections(), atoms),
     L2Attention: lambda a, atoms: _head(a.projections(), atoms),
@@ -395,6 +406,7 @@ IMAGES: dict[type[AttentionMap], Rule] = {
     MLP: _mlp,
     FeedForward: _feed_forward,
     Residual: _residual,
+    Sum: _sum,
     Compose: _compose,
     TransformerBlock: _compose,
 }

@@ -154,7 +154,7 @@ def measure_layers(
     Parameters
     ----------
     model : Transformer
-        From :func:`otattn.models.bert`, ``gpt2`` or ``llama``.
+        From :func:`otattn.load_model`.
     token_ids : array_like of int (windows, length), or mapping of n to array_like (windows, n)
         See :func:`otattn.models.text_windows`. An array: the model reads whole windows, and heads are measured at the first
         n tokens of each. A mapping: the model reads windows of n tokens on their own, one set for each n, equally many; this

@@ -10,7 +10,7 @@ import otattn as oa
 from otattn import plotting
 from otattn.cli import main
 from otattn.lipschitz.local.networks import network_of
-from otattn.models import bert, gpt2, llama, open_model
+from otattn.models import load_model
 from otattn.operators import JacobianProduct, SingularValueError, top_singular
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -18,9 +18,9 @@ import synthetic as syn
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 MODELS = {
-    "bert": lambda: bert(syn.bert_weights(np.random.default_rng(0), layers=3), num_heads=3),
-    "gpt2": lambda: gpt2(syn.gpt2_weights(np.random.default_rng(0), layers=3), num_heads=3),
-    "llama": lambda: llama(syn.llama_weights(np.random.default_rng(0), layers=3), config=CONFIG),
+    "bert": lambda: syn.bert(syn.bert_weights(np.random.default_rng(0), layers=3), num_heads=3),
+    "gpt2": lambda: syn.gpt2(syn.gpt2_weights(np.random.default_rng(0), layers=3), num_heads=3),
+    "llama": lambda: load_model(syn.llama_weights(np.random.default_rng(0), layers=3), config=CONFIG),
 }
 IDS = np.array([3, 1, 4, 1, 5, 9])
 
@@ -212,6 +212,6 @@ def test_a_family_is_told_by_its_tensors():
             "gpt2": lambda: syn.gpt2_weights(np.random.default_rng(0), layers=3),
             "llama": lambda: syn.llama_weights(np.random.default_rng(0), layers=3),
         }[name]()
-        opened = open_model(weights, num_heads=3, config=CONFIG if name == "llama" else None)
+        opened = load_model(weights, **({"config": CONFIG} if name == "llama" else {"num_heads": 3}))
         assert type(opened) is type(make())
         assert np.array_equal(opened.hidden_states(IDS), make().hidden_states(IDS))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import otattn as oa
-from otattn.models import bert, gpt2
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import synthetic as syn
@@ -16,7 +15,7 @@ IDS = np.array([3, 1, 4, 1, 5, 9])
 
 
 def encoder():
-    return bert(syn.bert_weights(np.random.default_rng(0), layers=3), num_heads=3)
+    return syn.bert(syn.bert_weights(np.random.default_rng(0), layers=3), num_heads=3)
 
 
 def test_numbers_are_those_of_the_definitions():
@@ -59,7 +58,7 @@ def test_order_does_not_matter_without_positions():
 
 
 def test_what_cannot_be_compared_is_refused():
-    model = gpt2(syn.gpt2_weights(np.random.default_rng(0)), num_heads=3)
+    model = syn.gpt2(syn.gpt2_weights(np.random.default_rng(0)), num_heads=3)
     assert oa.edit_stability(model, IDS, {"word": [3, 1, 4, 1, 5, 8]}).after[0] > 0.0
     with pytest.raises(ValueError, match="as many tokens as the text, 6, received 4 for 'cut'"):
         oa.edit_stability(model, IDS, {"cut": IDS[:4]})

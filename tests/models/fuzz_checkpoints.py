@@ -14,7 +14,7 @@ import synthetic as syn
 from file_fuzz import FORMATS, Format
 from gguf_writer import BASE, EPS, HEADS, KV, write
 
-from otattn.models import bert, gpt2, llama
+from otattn.models import load_model
 
 MODERATE = 1e3
 """Weights up to here are compared through the whole forward pass; larger ones tensor by tensor."""
@@ -36,7 +36,7 @@ CONFIG: dict[str, dict[str, Any]] = {
         "architectures": ["LlamaForCausalLM"],
     },
 }
-LOAD = {"bert": bert, "gpt2": gpt2, "llama": llama}
+LOAD = {"bert": syn.bert, "gpt2": syn.gpt2, "llama": load_model}
 
 
 def weights(kind: str, rng: random.Random) -> syn.Weights:
@@ -235,7 +235,7 @@ def judge_gguf(folder: Path, value: Any) -> None:
             array = array.reshape(count, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         translated[f"model.layers.{parts[1]}.{names[parts[2]]}.{parts[3]}"] = array
     eps, base = meta["llama.attention.layer_norm_rms_epsilon"], meta.get("llama.rope.freq_base", 1e4)
-    if model.config.rotary["rotary_dim"] * heads != len(w["blk.0.attn_q.weight"]):
+    if 2 * len(model.config.rotary.frequencies) * heads != len(w["blk.0.attn_q.weight"]):
         return
     same(
         model,

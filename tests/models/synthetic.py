@@ -4,8 +4,11 @@ import json
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from otattn.models import Transformer, load_model
 
 Rng = np.random.Generator
 Weights = dict[str, np.ndarray]
@@ -80,6 +83,18 @@ def llama_weights(
         out |= {f"{stem}{name}.weight": 1.5 * rng.normal(size=s) / math.sqrt(s[1]) for name, s in shapes.items()}
         out |= {f"{stem}{n}.weight": rng.uniform(0.5, 1.5, d) for n in ("input_layernorm", "post_attention_layernorm")}
     return out
+
+
+def bert(source: Any, *, eps: float | None = None, config: dict | None = None, **options: Any) -> Transformer:
+    """A model with this eps."""
+    given = config if eps is None else {**(config or {}), "layer_norm_eps": eps}
+    return load_model(source, config=given, **options)
+
+
+def gpt2(source: Any, *, eps: float | None = None, config: dict | None = None, **options: Any) -> Transformer:
+    """A model with this eps."""
+    given = config if eps is None else {**(config or {}), "layer_norm_epsilon": eps}
+    return load_model(source, config=given, **options)
 
 
 def write_safetensors(path: Path, weights: Weights, *, dtype: str = "F32") -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import synthetic as syn
 
-from otattn.models import ArrayCheckpoint, SafetensorsCheckpoint, bert, open_checkpoint
+from otattn.models import ArrayCheckpoint, SafetensorsCheckpoint, open_checkpoint
 from otattn.models import checkpoint as module
 
 pytest.importorskip("safetensors", reason="the extra `models` (safetensors) is not installed")
@@ -122,13 +122,13 @@ def test_configuration_files(tmp_path: Path) -> None:
     file = syn.write_safetensors(tmp_path / "x.safetensors", w)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="JSON object"):
-        bert(file)
+        syn.bert(file)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="JSON file"):
-        bert(file)
+        syn.bert(file)
     (tmp_path / "other.json").write_text('{"num_attention_heads": 2}')
-    assert bert(file, config=tmp_path / "other.json").config.num_heads == 2
-    assert bert(file, config=tmp_path / "other.json", num_heads=4).config.num_heads == 4
+    assert syn.bert(file, config=tmp_path / "other.json").config.num_heads == 2
+    assert syn.bert(file, config=tmp_path / "other.json", num_heads=4).config.num_heads == 4
 
 
 def test_the_extra_is_named_when_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

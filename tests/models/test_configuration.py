@@ -9,7 +9,7 @@ import pytest
 import synthetic as syn
 from gguf_writer import BASE, EPS, HEADS, KV
 
-from otattn.models import Transformer, bert, gpt2, llama
+from otattn.models import Transformer, load_model
 from otattn.models.keys import neutral
 
 IDS = np.array([3, 1, 16, 0, 7, 7, 2])
@@ -29,7 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": BASE,
     },
 }
-OPEN = {"bert": bert, "gpt2": gpt2, "llama": llama}
+OPEN = {"bert": syn.bert, "gpt2": syn.gpt2, "llama": load_model}
 
 
 def opened(kind: str, **config: Any) -> Transformer:
@@ -37,9 +37,11 @@ def opened(kind: str, **config: Any) -> Transformer:
 
 
 SCALED = [
-    {"rope_parameters": {"type": "linear", "factor": 4, "rope_theta": BASE}},
-    {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"type": "linear", "factor": "4", "rope_theta": BASE}},
+    {"rope_parameters": {"rope_type": "linear", "factor": -4.0}},
+    {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": -1.0}},
     {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     {"rope_scaling": {"type": "dynamic", "factor": 1.0}},
     {"rope_scaling": {"rope_type": "yarn", "factor": 1.0}},
@@ -152,7 +154,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"per_layer_config": {"0": {"hidden_act": "relu"}}},
         {"text_config": {"hidden_size": 32}},
         {"architectures": ["GemmaForCausalLM"]},
-        {"model_type": "mistral"},
+        {"model_type": "olmo"},
         {"tie_last_hidden_states": False},
         {"rms_norm_eps": -1.0},
         {"rms_norm_eps": True},
@@ -177,7 +179,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"intermediate_size": 21},
         {"hidden_act": "quick_gelu"},
         {"embedding_size": 8},
-        {"model_type": "roberta"},
+        {"model_type": "albert"},
         {"architectures": ["RobertaModel"]},
         {"architectures": "BertGenerationEncoder"},
         {"alibi": True},
@@ -214,7 +216,7 @@ def test_what_changes_the_map_is_refused_with_key_and_file(kind: str, config: di
 
 def test_a_missing_model_type_is_no_licence() -> None:
     nameless = {key: value for key, value in CONFIGS["llama"].items() if key != "model_type"}
-    plain = llama(WEIGHTS["llama"], config=nameless).hidden_states(IDS)
+    plain = load_model(WEIGHTS["llama"], config=nameless).hidden_states(IDS)
     np.testing.assert_array_equal(plain, opened("llama").hidden_states(IDS))
     stripped = {"transformers_version": "4.47.0"}  # which writes model_type; Helium has the same tensors
     for config in (
@@ -224,17 +226,17 @@ def test_a_missing_model_type_is_no_licence() -> None:
         stripped,
     ):
         with pytest.raises(ValueError):
-            llama(WEIGHTS["llama"], config=nameless | config)
+            load_model(WEIGHTS["llama"], config=nameless | config)
     one_type = WEIGHTS["bert"] | {"embeddings.token_type_embeddings.weight": np.ones((1, 12))}
     for weights, config in ((one_type, {}), (WEIGHTS["bert"], {"pad_token_id": 1})):
         with pytest.raises(ValueError, match="RoBERTa"):
-            bert(weights, config=config, num_heads=3)
-        assert bert(weights, config=config | {"model_type": "bert"}, num_heads=3).num_layers == 2
+            syn.bert(weights, config=config, num_heads=3)
+        assert syn.bert(weights, config=config | {"model_type": "bert"}, num_heads=3).num_layers == 2
 
 
 def test_values_that_are_given_win_over_the_configuration() -> None:
-    model = bert(WEIGHTS["bert"], config=CONFIGS["bert"], num_heads=2, eps=0.5, activation="relu")
-    assert (model.config.num_heads, model.config.eps, model.config.activation) == (2, 0.5, "relu")
+    model = load_model(WEIGHTS["bert"], config=CONFIGS["bert"] | {"hidden_act": "relu"}, num_heads=2)
+    assert (model.config.num_heads, model.config.eps, model.config.activation) == (2, EPS, "relu")
 
 
 def test_one_is_not_true() -> None:

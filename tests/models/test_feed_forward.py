@@ -8,6 +8,7 @@ import synthetic as syn
 
 from otattn.attention import MLP
 from otattn.models import FeedForward
+from otattn.models.experts import Experts
 
 DEFINITIONS = {
     "gelu": syn.gelu,
@@ -67,3 +68,51 @@ def test_bad_input() -> None:
         FeedForward(np.ones((2, 3)), np.ones((3, 2)), activation="silu", gate=np.ones((3, 2)))
     with pytest.raises(ValueError, match="down must have shape"):
         FeedForward(np.ones((2, 3)), np.ones((3, 3)), activation="silu")
+
+
+def experts(rng: np.random.Generator, limit: float = 1.0) -> Experts:
+    E, d, h = 4, 3, 5
+    shapes = {"gate_up": (E, d, 2 * h), "gate_up_bias": (E, 2 * h), "down": (E, h, d), "down_bias": (E, d)}
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return Experts(rng.normal(size=(E, d)), rng.normal(size=E), **arrays, top=2, alpha=1.7, limit=limit)
+
+
+def test_experts_are_their_definition() -> None:
+    rng = np.random.default_rng(0)
+    part, X = experts(rng), 2.0 * rng.normal(size=(9, 3))
+    expected = []
+    for x in X:
+        logits = part.router @ x + part.router_bias
+        chosen = sorted(range(4), key=lambda e: -logits[e])[:2]
+        shares = [math.exp(logits[e]) for e in chosen]
+        total = np.zeros(3)
+        for e, share in zip(chosen, shares, strict=True):
+            hidden = []
+            z = x @ part.gate_up[e] + part.gate_up_bias[e]
+            for i in range(5):
+                g, u = min(z[2 * i], 1.0), max(-1.0, min(z[2 * i + 1], 1.0))
+                hidden.append((u + 1.0) * g / (1.0 + math.exp(-1.7 * g)))
+            total += share / sum(shares) * (np.array(hidden) @ part.down[e] + part.down_bias[e])
+        expected.append(total)
+    np.testing.assert_allclose(part.on_tokens(X), expected, atol=1e-13)
+    assert len({tuple(np.argsort(-(X @ part.router.T + part.router_bias), axis=1)[i, :2]) for i in range(9)}) > 2
+
+
+def test_experts_have_derivatives() -> None:
+    rng = np.random.default_rng(1)
+    part, X, v, g = experts(rng, limit=2.5), rng.normal(size=(9, 3)), rng.normal(size=(9, 3)), rng.normal(size=(9, 3))
+    J, h = part.jacobian(X), 1e-6
+    slope = (part.on_tokens(X + h * v) - part.on_tokens(X - h * v)) / (2 * h)
+    np.testing.assert_allclose(J.jvp(v), slope, atol=1e-7 * np.abs(slope).max())
+    assert np.sum(J.jvp(v) * g) == pytest.approx(np.sum(v * J.vjp(g)), rel=1e-12)
+    np.testing.assert_allclose(np.einsum("ned,nd->ne", part.field_jacobian(X, X), v), J.jvp(v), atol=1e-12)
+
+
+def test_experts_refuse_what_does_not_fit() -> None:
+    part = experts(np.random.default_rng(0))
+    names = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias")
+    arrays = {name: getattr(part, name) for name in names}
+    options = {"top": 2, "alpha": 1.7, "limit": 7.0}
+    for wrong in ({"gate_up": part.gate_up[:, :, :8]}, {"down": part.down[:3]}, {"top": 5}, {"alpha": 0.0}):
+        with pytest.raises(ValueError, match="must"):
+            Experts(**(arrays | options | wrong))

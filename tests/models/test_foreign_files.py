@@ -14,7 +14,7 @@ import pytest
 import synthetic as syn
 from gguf_writer import gguf, write
 
-from otattn.models import NpzCheckpoint, bert, llama, load_tokenizer, open_checkpoint
+from otattn.models import NpzCheckpoint, load_model, load_tokenizer, open_checkpoint
 from otattn.models.files import read_json
 
 IDS = np.array([3, 1, 16, 0, 7, 7, 2])
@@ -101,7 +101,7 @@ def test_folders_without_a_model(files: list[str], message: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["", "https://host/model.safetensors", "hf://org/model", "file:/tmp/x"])
 def test_addresses_and_empty_names_are_no_files(name: str) -> None:
-    for read in (open_checkpoint, load_tokenizer, llama):
+    for read in (open_checkpoint, load_tokenizer, load_model):
         with pytest.raises(ValueError, match="must be given by its path, received"):
             read(name)
 
@@ -142,11 +142,11 @@ def test_npz_files_are_read_array_by_array(tmp_path: Path, monkeypatch: pytest.M
     np.savez(tmp_path / "x.npz", **w)
     (tmp_path / "config.json").write_text('{"model_type": "bert", "num_attention_heads": 3, "layer_norm_eps": 0.001}')
     asked: list[str] = []
-    import otattn.models.npz_file as module
+    import otattn.models.checkpoint as module
 
     plain = module.read_npz
     monkeypatch.setattr(module, "read_npz", lambda file, keys: asked.extend(keys) or plain(file, keys))
-    model = bert(tmp_path / "x.npz")
+    model = syn.bert(tmp_path / "x.npz")
     assert isinstance(model.checkpoint, NpzCheckpoint)
     assert model.config.eps == 0.001
     assert asked == []
@@ -164,7 +164,7 @@ def test_archives_that_claim_gigabytes_are_refused_without_taking_them(tmp_path:
     del w
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=r"x\.npz"):
-        bert(tmp_path / "x.npz", num_heads=3)
+        syn.bert(tmp_path / "x.npz", num_heads=3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
@@ -237,7 +237,7 @@ def test_a_vocabulary_that_does_not_fit_the_embedding(tmp_path: Path) -> None:
         change=lambda writer: writer.add_token_list([f"t{i}" for i in range(16)]),
     )
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens in .*x\.gguf must have as many entries"):
-        llama(tmp_path / "x.gguf")
+        load_model(tmp_path / "x.gguf")
 
 
 def test_integers_of_gguf_are_no_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.attention.rotary import RotaryAttention
 from otattn.lipschitz.local.value import local_lipschitz
 from otattn.measures import Ellipsoid, LayerNormDomain
-from otattn.models import Transformer, bert, gpt2, llama
+from otattn.models import Transformer, load_model
 
 HEADS, EPS = 3, 1e-3  # a large eps: a model that ignores it is caught
 IDS = np.array([[1, 5, 2, 16, 0, 7, 7], [3, 3, 9, 1, 0, 2, 4]])
@@ -27,11 +27,11 @@ def model_of(kind: str) -> tuple[Transformer, list[list[np.ndarray]]]:
     """The model, and its independent hidden states for each row of IDS."""
     w = weights_of(kind)
     if kind == "bert":
-        return bert(w, num_heads=HEADS, eps=EPS), [syn.bert_forward(w, i, heads=HEADS, eps=EPS) for i in IDS]
+        return syn.bert(w, num_heads=HEADS, eps=EPS), [syn.bert_forward(w, i, heads=HEADS, eps=EPS) for i in IDS]
     if kind == "gpt2":
-        return gpt2(w, num_heads=HEADS, eps=EPS), [syn.gpt2_forward(w, i, heads=HEADS, eps=EPS) for i in IDS]
+        return syn.gpt2(w, num_heads=HEADS, eps=EPS), [syn.gpt2_forward(w, i, heads=HEADS, eps=EPS) for i in IDS]
     states = [syn.llama_forward(w, i, heads=4, kv=2, eps=EPS, base=30.0) for i in IDS]
-    return llama(w, config=LLAMA), states
+    return load_model(w, config=LLAMA), states
 
 
 KINDS = ["bert", "gpt2", "llama"]
@@ -75,7 +75,7 @@ def test_domains_hold_the_tokens(kind: str) -> None:
         assert isinstance(layer.domain, Ellipsoid if kind == "llama" else LayerNormDomain)
         tokens = seen[layer.index].reshape(-1, model.config.dim)
         # undo gain and bias: standardised tokens, shorter than sqrt(d) by eps
-        norm = layer.attention_norm if layer.pre_norm else None
+        norm = layer.attention_norm if layer.order == "pre" else None
         gain = norm.gain if norm is not None else layer.domain.gain
         z = (tokens - layer.domain.center) / gain
         lengths = np.linalg.norm(z, axis=1)
@@ -112,7 +112,6 @@ def test_grouped_query_heads_share_keys_and_values() -> None:
 @pytest.mark.parametrize("dtype", ["F64", "F32"])
 def test_files_with_any_prefix(kind: str, prefixes: tuple[str, ...], dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="the extra `models` is not installed")
-    open_model = {"bert": bert, "gpt2": gpt2}[kind]
     w = weights_of(kind)
     expected = model_of(kind)[0].hidden_states(IDS)
     # float32 weights are off by 1e-7 relative
@@ -126,7 +125,7 @@ def test_files_with_any_prefix(kind: str, prefixes: tuple[str, ...], dtype: str,
             json.dumps(dict(zip(keys, (HEADS, EPS), strict=True)) | {"model_type": kind})
         )
         for source in (file, folder):
-            np.testing.assert_allclose(open_model(source).hidden_states(IDS), expected, atol=tol)
+            np.testing.assert_allclose(load_model(source).hidden_states(IDS), expected, atol=tol)
 
 
 def test_old_names_of_layer_norm() -> None:
@@ -136,7 +135,7 @@ def test_old_names_of_layer_norm() -> None:
         for name, value in w.items()
     }
     assert set(old) != set(w)
-    states = [bert(x, num_heads=HEADS, eps=EPS).hidden_states(IDS) for x in (old, w)]
+    states = [syn.bert(x, num_heads=HEADS, eps=EPS).hidden_states(IDS) for x in (old, w)]
     np.testing.assert_array_equal(*states)
 
 
@@ -191,49 +190,49 @@ def without(w: syn.Weights, name: str) -> syn.Weights:
 
 def test_what_is_refused() -> None:
     w = weights_of("bert")
-    with pytest.raises(ValueError, match="num_heads must be given"):
-        bert(w)
+    with pytest.raises(ValueError, match="num_attention_heads must be in the configuration"):
+        syn.bert(w)
     with pytest.raises(ValueError, match=r"position_embedding_type .* must be 'absolute'"):
-        bert(w, config={"position_embedding_type": "relative_key"}, num_heads=HEADS)
-    with pytest.raises(ValueError, match=r"model_type .* received 'roberta'"):
-        bert(w, config={"model_type": "roberta"}, num_heads=HEADS)
-    with pytest.raises(ValueError, match="activation must be one of"):
-        bert(w, num_heads=HEADS, activation="softplus")
+        syn.bert(w, config={"position_embedding_type": "relative_key"}, num_heads=HEADS)
+    with pytest.raises(ValueError, match=r"model_type .* must be one of bert, .* received 'albert'"):
+        syn.bert(w, config={"model_type": "albert"}, num_heads=HEADS)
+    with pytest.raises(ValueError, match=r"hidden_act .* must be one of"):
+        syn.bert(w, num_heads=HEADS, config={"hidden_act": "softplus"})
     with pytest.raises(ValueError, match=r"num_attention_heads .* must be an integer"):
-        bert(w, config={"num_attention_heads": "3"})
+        syn.bert(w, config={"num_attention_heads": "3"})
     with pytest.raises(ValueError, match="must divide"):
-        bert(w, num_heads=5).hidden_states(IDS)
+        syn.bert(w, num_heads=5).hidden_states(IDS)
     with pytest.raises(ValueError, match="one tensor whose name ends with"):
-        bert(weights_of("gpt2"), num_heads=HEADS)
+        load_model(weights_of("gpt2"), num_heads=HEADS, config={"model_type": "bert"})
     broken = without(w, "encoder.layer.1.output.dense.bias")
     with pytest.raises(ValueError, match=r"must hold the tensor 'encoder\.layer\.1\.output\.dense\.bias'"):
-        bert(broken, num_heads=HEADS).hidden_states(IDS)
+        syn.bert(broken, num_heads=HEADS).hidden_states(IDS)
     wrong = w | {"encoder.layer.0.attention.self.key.weight": np.ones((12, 11))}
     with pytest.raises(ValueError, match="must have shape"):
-        bert(wrong, num_heads=HEADS).layers[0]
+        syn.bert(wrong, num_heads=HEADS).layers[0]
     nan = w | {"encoder.layer.0.attention.self.key.bias": np.full(12, np.nan)}
     with pytest.raises(ValueError, match="finite"):
-        bert(nan, num_heads=HEADS).layers[0]
+        syn.bert(nan, num_heads=HEADS).layers[0]
     with pytest.raises(ValueError, match="at least one layer"):
-        bert({name: value for name, value in w.items() if "encoder" not in name}, num_heads=HEADS)
+        syn.bert({name: value for name, value in w.items() if "encoder" not in name}, num_heads=HEADS)
     g = weights_of("gpt2")
-    with pytest.raises(ValueError, match="no multiple of 64"):
-        gpt2(g)
+    with pytest.raises(ValueError, match="n_head must be in the configuration"):
+        syn.gpt2(g)
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
-        gpt2(g, config={"scale_attn_by_inverse_layer_idx": True}, num_heads=HEADS)
+        syn.gpt2(g, config={"scale_attn_by_inverse_layer_idx": True}, num_heads=HEADS)
     m = weights_of("llama")
     with pytest.raises(ValueError, match="num_attention_heads must be in the configuration"):
-        llama(m)
-    with pytest.raises(ValueError, match=r"rope_scaling .* of the plain kind"):
-        llama(m, config=LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+        load_model(m)
+    with pytest.raises(ValueError, match=r"rope_scaling .* of one kind among"):
+        load_model(m, config=LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
     with pytest.raises(ValueError, match="must divide"):
-        llama(m, config=LLAMA | {"num_key_value_heads": 3}).layers[0]
+        load_model(m, config=LLAMA | {"num_key_value_heads": 3}).layers[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_beyond_float64_are_an_error(kind: str) -> None:
     """Never infinite states, nor the zeros that a norm would make of them; the file is named."""
-    load = {"bert": bert, "gpt2": gpt2, "llama": llama}[kind]
+    load = {"bert": syn.bert, "gpt2": syn.gpt2, "llama": load_model}[kind]
     options: dict = {"config": LLAMA} if kind == "llama" else {"num_heads": HEADS, "eps": EPS}
     parts = {"bert": ("0.intermediate", "0.output.dense"), "gpt2": ("0.mlp",), "llama": ("0.mlp",)}[kind]
     w = {n: v * 1e200 if any(p in n for p in parts) else v for n, v in weights_of(kind).items()}
@@ -243,6 +242,6 @@ def test_states_beyond_float64_are_an_error(kind: str) -> None:
 
 def test_gpt2_heads_of_64_are_inferred() -> None:
     w = syn.gpt2_weights(np.random.default_rng(0), layers=1, d=128)
-    assert gpt2(w).config.num_heads == 2
-    assert gpt2(w).config.eps == 1e-5
-    assert gpt2(w).config.activation == "gelu_tanh"
+    assert syn.gpt2(w).config.num_heads == 2
+    assert syn.gpt2(w).config.eps == 1e-5
+    assert syn.gpt2(w).config.activation == "gelu_tanh"

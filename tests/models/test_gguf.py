@@ -10,7 +10,7 @@ import synthetic as syn
 from gguf_writer import BASE, EPS, HEADS, KV, write
 
 from otattn.attention.rotary import RotaryAttention
-from otattn.models import GGUFCheckpoint, llama, load_tokenizer, open_checkpoint
+from otattn.models import GGUFCheckpoint, load_model, load_tokenizer, open_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="the extra `models` (gguf) is not installed")
 
@@ -24,8 +24,9 @@ def weights() -> syn.Weights:
 
 def test_hidden_states_from_adjacent_pairs(weights: syn.Weights, tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", weights)
-    model = llama(tmp_path / "x.gguf")
-    assert model.config.rotary == {"base": BASE, "layout": "adjacent", "rotary_dim": 8}
+    model = load_model(tmp_path / "x.gguf")
+    assert model.config.rotary.layout == "adjacent"
+    np.testing.assert_allclose(model.config.rotary.frequencies, BASE ** (-np.arange(4) / 4), rtol=1e-14)
     assert model.config.max_length == 50
     expected = syn.llama_forward(weights, IDS, heads=HEADS, kv=KV, eps=EPS, base=BASE)
     # weights are rounded to float32
@@ -66,7 +67,7 @@ def test_byte_level_tokenizer(weights: syn.Weights, tmp_path: Path) -> None:
 
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][: len(tokens)]
     write(tmp_path / "x.gguf", weights, change=vocabulary)
-    tokenizer = load_tokenizer(llama(tmp_path / "x.gguf"))
+    tokenizer = load_tokenizer(load_model(tmp_path / "x.gguf"))
     # digits are split before merging, so "12" stays two tokens
     assert tokenizer.encode("ab abc12").tokens == ["ab", "Ġab", "c", "1", "2"]
     assert load_tokenizer(tmp_path / "x.gguf").encode("ab").ids == [5]
@@ -78,10 +79,10 @@ def test_byte_level_tokenizer(weights: syn.Weights, tmp_path: Path) -> None:
 def test_other_architectures_are_refused(weights: syn.Weights, tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", weights, arch="falcon")
     with pytest.raises(ValueError, match="llama type"):
-        llama(tmp_path / "x.gguf")
+        load_model(tmp_path / "x.gguf")
     write(tmp_path / "y.gguf", weights, change=lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR))
     with pytest.raises(ValueError, match=r"rope\.scaling\.type .* received 'linear'"):
-        llama(tmp_path / "y.gguf")
+        load_model(tmp_path / "y.gguf")
 
 
 def test_every_truncation_is_refused(weights: syn.Weights, tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_every_truncation_is_refused(weights: syn.Weights, tmp_path: Path) -> No
     for size in [4, 8, 23, *np.linspace(30, len(whole) - 1, 25).astype(int)]:
         file.write_bytes(whole[:size])
         with pytest.raises(ValueError, match="cut"):
-            llama(file).hidden_states(np.arange(17))
+            load_model(file).hidden_states(np.arange(17))
 
 
 def header(tensors: int, keys: int, rest: bytes = b"", *, version: int = 3) -> bytes:

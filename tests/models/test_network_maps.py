@@ -6,13 +6,13 @@ import synthetic as syn
 
 import otattn as oa
 from otattn.attention import base
-from otattn.models import FeedForward, bert, gpt2, llama
+from otattn.models import FeedForward, load_model
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 MODELS = {
-    "bert": lambda: bert(syn.bert_weights(np.random.default_rng(0), layers=3), num_heads=3),
-    "gpt2": lambda: gpt2(syn.gpt2_weights(np.random.default_rng(0), layers=3), num_heads=3),
-    "llama": lambda: llama(syn.llama_weights(np.random.default_rng(0), layers=3), config=CONFIG),
+    "bert": lambda: syn.bert(syn.bert_weights(np.random.default_rng(0), layers=3), num_heads=3),
+    "gpt2": lambda: syn.gpt2(syn.gpt2_weights(np.random.default_rng(0), layers=3), num_heads=3),
+    "llama": lambda: load_model(syn.llama_weights(np.random.default_rng(0), layers=3), config=CONFIG),
 }
 IDS = np.array([3, 1, 4, 1, 5, 9])
 

@@ -8,7 +8,7 @@ import pytest
 
 from otattn.data import load_excerpt, load_sample
 from otattn.lipschitz.local.value import local_lipschitz
-from otattn.models import bert, llama, load_tokenizer, locate, text_windows
+from otattn.models import load_model, load_tokenizer, locate, text_windows
 
 
 def weights_of(distribution: str, filename: str) -> Path:
@@ -31,7 +31,7 @@ def smollm2() -> Path:
 
 
 def test_minilm_reproduces_the_bundled_sample(minilm: Path) -> None:
-    sample, model = load_sample(), bert(minilm)
+    sample, model = load_sample(), load_model(minilm)
     again = model.sample(3, sample.token_ids[:2])
     # the stored states are float32 results of another implementation
     np.testing.assert_allclose(again.hidden_states, sample.hidden_states[:2], atol=1e-5)
@@ -45,13 +45,13 @@ def test_minilm_reproduces_the_bundled_sample(minilm: Path) -> None:
 
 
 def test_minilm_tokenizer_reproduces_the_first_window(minilm: Path) -> None:
-    ids = text_windows(load_excerpt(), load_tokenizer(bert(minilm)), count=1)
+    ids = text_windows(load_excerpt(), load_tokenizer(load_model(minilm)), count=1)
     assert np.array_equal(ids[0], load_sample().token_ids[0])
 
 
 def test_minilm_configuration(minilm: Path) -> None:
     config = json.loads((minilm.parent / "config.json").read_text(encoding="utf-8"))
-    mine = bert(minilm).config
+    mine = load_model(minilm).config
     assert (mine.num_layers, mine.num_heads, mine.dim) == (6, 12, config["hidden_size"])
     assert mine.eps == config["layer_norm_eps"]
 
@@ -59,8 +59,8 @@ def test_minilm_configuration(minilm: Path) -> None:
 @pytest.mark.slow
 def test_smollm2_predicts_english(smollm2: Path) -> None:
     """Any mistake in positions, heads, norms or quantisation shows as a large loss of the next token."""
-    model = llama(smollm2)
-    assert (model.config.num_heads, model.config.num_kv_heads, model.config.rotary["layout"]) == (9, 3, "adjacent")
+    model = load_model(smollm2)
+    assert (model.config.num_heads, model.config.num_kv_heads, model.config.rotary.layout) == (9, 3, "adjacent")
     ids = text_windows(load_excerpt(), load_tokenizer(model), length=48, count=1)[0]
     states = model.hidden_states(ids)
     logits = states[-1] @ model.checkpoint.tensor("token_embd.weight").T

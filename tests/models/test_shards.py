@@ -9,7 +9,7 @@ import pytest
 import synthetic as syn
 from gguf_writer import BASE, EPS, HEADS, KV, gguf, write
 
-from otattn.models import ShardedCheckpoint, llama, open_checkpoint
+from otattn.models import ShardedCheckpoint, load_model, open_checkpoint
 
 IDS = np.array([3, 1, 16, 0, 7, 7, 2])
 LLAMA = {
@@ -45,7 +45,7 @@ def test_shards_load_as_one_model(folder: Path) -> None:
     expected = syn.llama_forward(w, IDS, heads=HEADS, kv=KV, eps=EPS, base=BASE)
     index = folder / "model.safetensors.index.json"
     for source in (folder, index, str(index), open_checkpoint(index)):
-        np.testing.assert_allclose(llama(source).hidden_states(IDS), expected, atol=1e-12)
+        np.testing.assert_allclose(load_model(source).hidden_states(IDS), expected, atol=1e-12)
     one = open_checkpoint(index)
     assert isinstance(one, ShardedCheckpoint)
     assert one.fingerprint == ShardedCheckpoint(index).fingerprint
@@ -57,10 +57,10 @@ def test_shards_load_as_one_model(folder: Path) -> None:
 def test_one_shard_alone_is_refused(folder: Path) -> None:
     for i in (1, 2, 3):
         with pytest.raises(ValueError, match=f"is shard {i} of 3; give the folder or the index"):
-            llama(folder / f"model-0000{i}-of-00003.safetensors")
+            load_model(folder / f"model-0000{i}-of-00003.safetensors")
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003\.safetensors"):
-        llama(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_damaged_indices(index: dict[str, Any], message: str, folder: Path) -> N
     file = folder / "model.safetensors.index.json"
     file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=message) as caught:
-        llama(folder)
+        load_model(folder)
     assert file.name in str(caught.value)
 
 
@@ -115,19 +115,19 @@ def test_split_gguf_files_load_as_one_model(count: int, tmp_path: Path) -> None:
     expected = syn.llama_forward(w, IDS, heads=HEADS, kv=KV, eps=EPS, base=BASE)
     for source in (first, tmp_path):
         # weights are rounded to float32
-        np.testing.assert_allclose(llama(source).hidden_states(IDS), expected, atol=1e-5)
+        np.testing.assert_allclose(load_model(source).hidden_states(IDS), expected, atol=1e-5)
     with pytest.raises(ValueError, match=rf"is part 1 \(from 0\) of {count}; open the first part"):
-        llama(tmp_path / f"m-00002-of-0000{count}.gguf")
+        load_model(tmp_path / f"m-00002-of-0000{count}.gguf")
     (tmp_path / f"m-00002-of-0000{count}.gguf").unlink()
     with pytest.raises(ValueError, match=rf"is one of {count} parts, but m-00002-of-0000{count}\.gguf"):
-        llama(first)
+        load_model(first)
 
 
 @pytest.mark.parametrize("change", [{"no": 0}, {"told": 3}, {"tensors": 7}, {"told": 60_000}])
 def test_parts_that_do_not_fit(change: dict[str, int], tmp_path: Path) -> None:
     first = split(tmp_path, syn.llama_weights(np.random.default_rng(7)), **change)
     with pytest.raises(ValueError, match=r"m-0000[12]-of-00002\.gguf"):
-        llama(first)
+        load_model(first)
     first.rename(tmp_path / "renamed.gguf")
     with pytest.raises(ValueError, match=r"renamed\.gguf"):
-        llama(tmp_path / "renamed.gguf")
+        load_model(tmp_path / "renamed.gguf")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import synthetic as syn
 
-from otattn.models import bert, load_tokenizer, locate, read_text, text_windows
+from otattn.models import load_tokenizer, locate, read_text, text_windows
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `models` (tokenizers) is not installed")
 
@@ -78,7 +78,7 @@ def test_text_that_is_too_short(options: dict, message: str) -> None:
 def test_tokenizer_beside_the_weights(tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="the extra `models` (safetensors) is not installed")
     w = syn.bert_weights(np.random.default_rng(0), layers=1)
-    model = bert(syn.write_safetensors(tmp_path / "model.safetensors", w), num_heads=2)
+    model = syn.bert(syn.write_safetensors(tmp_path / "model.safetensors", w), num_heads=2)
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json or vocab\.txt"):
         load_tokenizer(model)
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c"]))
@@ -96,7 +96,7 @@ def test_tokenizer_beside_the_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON file"):
         load_tokenizer(model)
     with pytest.raises(FileNotFoundError, match="built from arrays"):
-        load_tokenizer(bert(w, num_heads=2))
+        load_tokenizer(syn.bert(w, num_heads=2))
 
 
 def test_files_of_packages() -> None:

@@ -9,7 +9,7 @@ import pytest
 import synthetic as syn
 from gguf_writer import HEADS, KV, write
 
-from otattn.models import bert, llama, load_tokenizer, open_checkpoint, text_windows
+from otattn.models import load_model, load_tokenizer, open_checkpoint, text_windows
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `models` (tokenizers) is not installed")
 
@@ -125,9 +125,17 @@ def test_whatever_the_loaders_take(tmp_path: Path) -> None:
     vocabulary(tmp_path)
     np.savez(tmp_path / "x.npz", **w)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    sources = [tmp_path, str(tmp_path), file, bert(tmp_path), bert(file), open_checkpoint(file), tmp_path / "x.npz"]
+    sources = [
+        tmp_path,
+        str(tmp_path),
+        file,
+        syn.bert(tmp_path),
+        syn.bert(file),
+        open_checkpoint(file),
+        tmp_path / "x.npz",
+    ]
     sources += [tmp_path / name for name in ("vocab.txt", "config.json", "tokenizer_config.json")]
-    sources += [tmp_path / "model.safetensors.index.json", bert(tmp_path / "x.npz")]
+    sources += [tmp_path / "model.safetensors.index.json", syn.bert(tmp_path / "x.npz")]
     (tmp_path / "tokenizer_config.json").write_text("{}")
     for source in sources:
         assert load_tokenizer(source).encode("Paris", add_special_tokens=False).tokens == ["paris"]
@@ -235,7 +243,7 @@ def packed(folder: Path, **change: Any) -> Path:
 
 def test_control_tokens_in_a_text_are_one_token(tmp_path: Path) -> None:
     file = packed(tmp_path)
-    for source in (file, tmp_path, llama(file)):
+    for source in (file, tmp_path, load_model(file)):
         tokenizer = load_tokenizer(source)
         assert tokenizer.encode("<|im_start|>ab ab<tool>a12").tokens == [
             *("<|im_start|>", "ab", "Ġab", "<tool>", "a"),

@@ -10,7 +10,7 @@ import synthetic as syn
 from gguf_writer import BASE, EPS, HEADS, KV, write
 
 from otattn.data import load_layer
-from otattn.models import Transformer, bert, gpt2, llama
+from otattn.models import Transformer, load_model
 
 IDS = np.array([3, 1, 16, 0, 7, 7, 2])
 LLAMA = {
@@ -30,8 +30,8 @@ def tiny(kind: str, rng: np.random.Generator | None = None) -> syn.Weights:
 
 def opened(kind: str, w: Any, **config: Any) -> Transformer:
     if kind == "llama":
-        return llama(w, config=LLAMA | config)
-    return {"bert": bert, "gpt2": gpt2}[kind](w, config=config, num_heads=3, eps=EPS)
+        return load_model(w, config=LLAMA | config)
+    return getattr(syn, kind)(w, config={"model_type": kind} | config, num_heads=3, eps=EPS)
 
 
 def with_biases(parts: tuple[str, ...], layers: tuple[int, ...] = (0, 1)) -> syn.Weights:
@@ -245,7 +245,7 @@ EXTRA = {
 def test_strange_tensors_of_gguf_are_named(name: str, tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", tiny("llama"), extra={name: EXTRA[name]})
     with pytest.raises(ValueError) as caught:
-        llama(tmp_path / "x.gguf")
+        load_model(tmp_path / "x.gguf")
     assert repr(name) in str(caught.value)
     assert "x.gguf" in str(caught.value)
 
@@ -255,20 +255,20 @@ def test_biases_and_frequencies_of_gguf(tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", w, extra={"rope_freqs.weight": np.ones(4), "output.weight": np.ones((17, 32))})
     expected = syn.llama_forward(w, IDS, heads=HEADS, kv=KV, eps=EPS, base=BASE)
     # weights are rounded to float32
-    np.testing.assert_allclose(llama(tmp_path / "x.gguf").hidden_states(IDS), expected, atol=1e-4)
+    np.testing.assert_allclose(load_model(tmp_path / "x.gguf").hidden_states(IDS), expected, atol=1e-4)
     write(tmp_path / "y.gguf", w, extra={"rope_freqs.weight": np.array([1.0, 1.0, 4.0, 8.0])})
     with pytest.raises(ValueError, match=r"rope_freqs\.weight in .*y\.gguf must hold ones"):
-        llama(tmp_path / "y.gguf")
+        load_model(tmp_path / "y.gguf")
 
 
 def test_adapters_in_a_folder_are_refused(tmp_path: Path) -> None:
     syn.write_safetensors(tmp_path / "model.safetensors", tiny("llama"))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert llama(tmp_path).num_layers == 2
+    assert load_model(tmp_path).num_layers == 2
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"adapter \(adapter_config\.json\)"):
-        llama(tmp_path)
-    assert llama(tmp_path / "model.safetensors").num_layers == 2
+        load_model(tmp_path)
+    assert load_model(tmp_path / "model.safetensors").num_layers == 2
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from otattn.attention import (
     SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
+    Sum,
 )
 from otattn.attention.feed_forward import TANH_GELU, FeedForward
 
@@ -166,6 +167,9 @@ def exact_image(
     if isinstance(a, Residual):
         moved = exact_image(a.map, x, w, times, masked)
         return [plus(v, [mp.mpf(a.scale) * s for s in m]) for v, m in zip(x, moved, strict=True)]
+    if isinstance(a, Sum):
+        parts = [exact_image(part, x, w, times, masked) for part in a.maps]
+        return [[mp.fsum(entries) for entries in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
     assert isinstance(a, Compose)
     for part in a.maps:
         x = exact_image(part, x, w, times, masked)

@@ -17,7 +17,7 @@ from otattn.errors import StoreError, StoreWarning
 from otattn.lipschitz import bounds
 from otattn.lipschitz.bounds import castin2024_discrete_lower
 from otattn.lipschitz.local.value import local_lipschitz
-from otattn.models import Transformer, bert, gpt2, llama
+from otattn.models import Transformer, load_model
 from otattn.stability import heads as numbers
 from otattn.stability import layers as module
 from otattn.stability.heads import head_gamma, in_span
@@ -30,13 +30,13 @@ IDS = np.random.default_rng(1).integers(0, 17, (3, 10))
 
 
 def encoder(seed: int = 0) -> Transformer:
-    return bert(syn.bert_weights(np.random.default_rng(seed)), num_heads=3)
+    return syn.bert(syn.bert_weights(np.random.default_rng(seed)), num_heads=3)
 
 
 MODELS = {
     "bert": encoder,
-    "gpt2": lambda: gpt2(syn.gpt2_weights(np.random.default_rng(0)), num_heads=3),
-    "llama": lambda: llama(
+    "gpt2": lambda: syn.gpt2(syn.gpt2_weights(np.random.default_rng(0)), num_heads=3),
+    "llama": lambda: load_model(
         syn.llama_weights(np.random.default_rng(0)), config={"num_attention_heads": 4, "num_key_value_heads": 2}
     ),
 }

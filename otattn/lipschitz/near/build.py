@@ -33,7 +33,7 @@ def why_not(map: AttentionMap) -> str | None:
         return why_not(map.map)
     if softmax_heads(map) or (isinstance(map, TokenwiseMap) and (hasattr(map, "gain") or perceptron(map) is not None)):
         return None
-    return f"it is made of softmax heads, LayerNorm, RMSNorm, MLP, Residual and Compose, received {type(map).__name__}"
+    return f"it is made of softmax heads, LayerNorm, RMSNorm, MLP, Residual and Compose, received {map.kind}"
 
 
 def chain_at(map: AttentionMap, tokens: Array) -> Chain:
