@@ -64,6 +64,14 @@ class Residual(AttentionMap):
         return self.map.causal
 
     @property
+    def splits(self) -> bool:
+        return self.map.splits
+
+    @property
+    def everywhere(self) -> bool:
+        return self.map.everywhere
+
+    @property
     def _kernels(self) -> int:
         return self.map._kernels
 
@@ -104,6 +112,8 @@ class Residual(AttentionMap):
             jvp=lambda v: v + s * J.jvp(v),
             vjp=lambda g: g + s * J.vjp(g),
             dense=dense,
+            method=J.method,
+            error=J.error,
         )
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
@@ -151,6 +161,14 @@ class Compose(AttentionMap):
     @property
     def causal(self) -> bool:
         return any(m.causal for m in self.maps)
+
+    @property
+    def splits(self) -> bool:
+        return all(m.splits for m in self.maps)
+
+    @property
+    def everywhere(self) -> bool:
+        return all(m.everywhere for m in self.maps)
 
     @property
     def _kernels(self) -> int:
@@ -227,7 +245,10 @@ class Compose(AttentionMap):
                 total = J.to_dense() @ total
             return total.reshape(mu.n, parts[-1].e, mu.n, mu.dim)
 
-        return JacobianOperator(mu.n, mu.dim, parts[-1].e, jvp=jvp, vjp=vjp, dense=dense)
+        worst = max(parts, key=lambda J: J.error)
+        return JacobianOperator(
+            mu.n, mu.dim, parts[-1].e, jvp=jvp, vjp=vjp, dense=dense, method=worst.method, error=worst.error
+        )
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """The composition of the affine maps along the pushed Gaussians."""

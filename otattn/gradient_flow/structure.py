@@ -199,13 +199,14 @@ def _spread(mu: Measure) -> float:
 
 
 def _field_defect(attention: AttentionMap, mu: Measure, rng: np.random.Generator) -> float:
-    """The defect of ``D_x Gamma_mu`` at up to 256 atoms, and at as many points around them."""
+    """The defect of ``D_x Gamma_mu`` at up to 256 atoms, and at as many points around them where the map is known there."""
     at = np.arange(mu.n) if mu.n <= FLOW_ATOMS else rng.choice(mu.n, FLOW_ATOMS, replace=False)
     x = mu.points[at]
     near = x + _spread(mu) * rng.standard_normal(x.shape)
     # times are those of the atoms; maps without a mask ignore them
     times = getattr(mu, "times", np.zeros(mu.n))[at]
-    return max(dense_asymmetry(attention.field_jacobian(points, mu, times=times)) for points in (x, near))
+    places = (x, near) if attention.everywhere else (x,)
+    return max(dense_asymmetry(attention.field_jacobian(points, mu, times=times)) for points in places)
 
 
 def _bures(attention: AttentionMap, mu: Measure, rng: np.random.Generator) -> Asymmetry | None:
