@@ -32,8 +32,6 @@ class Graph:
     function : callable Tensor -> Tensor
     x : Tensor
         Requires a gradient.
-    left : Tensor, optional
-        The u at which ``J^T u`` is kept (its value does not matter for ``J v``).
     """
 
     def __init__(self, function: Callable[[Any], Any], x: Tensor) -> None:
@@ -51,6 +49,10 @@ class Graph:
         if self._pulled is None:
             self._pulled = torch.zeros_like(self.x)
         return self._pulled
+
+    def left_gradient(self) -> Tensor | None:
+        """What a ``backward`` left at the u of :meth:`pulled`."""
+        return None if self._left is None else self._left.grad
 
     def vjp(self, g: Tensor) -> Tensor:
         """``J^T g``."""
