@@ -25,7 +25,17 @@ from otattn.measures import (
 if TYPE_CHECKING:
     from otattn.attention.head import Arithmetic, Head
 
-__all__ = ["MEMORY_BUDGET", "AttentionMap", "Drift", "Mass", "Measure", "Values", "block_rows", "finite"]
+__all__ = [
+    "MEMORY_BUDGET",
+    "AttentionMap",
+    "Drift",
+    "Mass",
+    "Measure",
+    "Values",
+    "as_attention",
+    "block_rows",
+    "finite",
+]
 
 Array = NDArray[np.float64]
 Measure = DiscreteMeasure | SpaceTimeMeasure
@@ -344,6 +354,19 @@ class AttentionMap(Saved, ABC):
             f"{type(self).__name__} does not map Gaussian measures to Gaussian measures; "
             "softmax, L2, Sinkhorn and linear attention do. Sample the Gaussian instead."
         )
+
+
+def as_attention(value: Any, name: str = "attention") -> AttentionMap:
+    """The map itself; a TypeError that says how to make one of anything else."""
+    if isinstance(value, AttentionMap):
+        return value
+    if hasattr(value, "named_parameters"):
+        fix = "otattn.from_torch(module) makes one of a torch module, FunctionAttention(lambda X: ..., dim) of any call"
+    elif callable(value) and not isinstance(value, type):
+        fix = "wrap it as FunctionAttention(function)"
+    else:
+        fix = "build one first, such as SoftmaxAttention"
+    raise TypeError(f"{name} must be an attention map, received {type(value).__name__}; {fix}.")
 
 
 def block_rows(m: int, n: int, width: int = 4) -> int:

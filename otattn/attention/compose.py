@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Drift, Measure
+from otattn.attention.base import AttentionMap, Drift, Measure, as_attention
 from otattn.attention.jacobian import JacobianOperator
 from otattn.measures import GaussianMeasure, SpaceTimeMeasure
 
@@ -41,8 +41,7 @@ class Residual(AttentionMap):
     scale: float
 
     def __init__(self, map: AttentionMap, *, scale: float = 1.0) -> None:
-        if not isinstance(map, AttentionMap):
-            raise TypeError(f"map must be an attention map, received {type(map).__name__}.")
+        as_attention(map, "map")
         if map.out_dim is not None and map.out_dim != map.in_dim:
             raise ValueError(
                 f"a residual needs values in the space of the tokens, received {map.in_dim} -> "

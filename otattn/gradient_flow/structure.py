@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.attention.base import Measure
+from otattn.attention.base import Measure, as_attention
 from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, operator_asymmetry
@@ -107,7 +107,7 @@ def check_gradient_flow(
     Sander, Ablin, Blondel, Peyré, "Sinkformers", AISTATS 2022, section 3; Castin, Ablin, Carrillo, Peyré, "A
     unified perspective on the dynamics of deep Transformers", 2025.
     """
-    measure = attention.as_measure(mu).support()
+    measure = as_attention(attention).as_measure(mu).support()
     if attention.out_dim is not None and attention.out_dim != measure.dim:
         raise ValueError(
             f"attention must have values in the space of the tokens for a flow, received {measure.dim} -> "

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
-from otattn.attention.base import Measure
+from otattn.attention.base import Measure, as_attention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.local.mixed_norms import mixed_local
 from otattn.lipschitz.local.upper_side import UpperKind, constant_above
@@ -195,7 +195,7 @@ def local_lipschitz(
     """
     order = check.check_order(p)
     check.positive(tol, "tol")
-    measure = attention.as_measure(mu)
+    measure = as_attention(attention).as_measure(mu)
     live = measure.weights > 0
     support = measure.support()
     check.moderate(support.points, "mu")
