@@ -175,14 +175,15 @@ def _gpt2_block(module: Any, read: Weights, causal: bool) -> Made:
 
 def _llama_attention(module: Any, read: Weights, causal: bool) -> Made:
     config = module.config
-    rope = dict(config.rope_parameters)
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    turn = sys.modules[type(module).__module__].LlamaRotaryEmbedding(config)
+    if turn.rope_type in ("dynamic", "longrope") or turn.attention_scaling != 1.0:
         raise ValueError(
-            f"rope_parameters must be those of plain rotary positions, received {rope}; use FunctionAttention."
+            "rope_parameters must give frequencies that do not depend on the length, and no factor of the logits, received "
+            f"{dict(config.rope_parameters)}; use FunctionAttention."
         )
     parts = [read.linear(getattr(module, f"{name}_proj"), f"{name}_proj") for name in "qkvo"]
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    rotary = {"base": float(rope["rope_theta"]), "layout": "half"}
+    rotary = {"frequencies": turn.inv_freq.double().numpy(), "layout": "half"}
     made = _attention(parts, heads, True, module.scaling, kv_heads, rotary=rotary)
     return Made(made, partial(_llama_run, kind=type(module)))
 

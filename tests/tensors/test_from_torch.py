@@ -161,7 +161,20 @@ def test_gpt2(options, implementation):
         assert agree(module, call).causal
 
 
-def test_llama():
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_llama(rope):
     llama = modelling("llama")
     config = llama.LlamaConfig(
         hidden_size=8,
@@ -172,6 +185,7 @@ def test_llama():
         head_dim=4,
     )
     config._attn_implementation = "sdpa"
+    config.rope_parameters = {"rope_type": rope, "rope_theta": 1e4, **ROPES[rope]}
     layer = randomised(llama.modeling_llama.LlamaDecoderLayer(config, 0))
     rotary = llama.modeling_llama.LlamaRotaryEmbedding(config)
 
@@ -182,8 +196,13 @@ def test_llama():
 
     for module in (layer, layer.self_attn):
         assert agree(module, call, tol=2e-6).causal  # norms and angles of that module are in float32
-    config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(ValueError, match=r"plain rotary positions, received .*linear"):
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+    }
+    with pytest.raises(ValueError, match=r"do not depend on the length, .*received .*yarn"):
         oa.from_torch(layer)
 
 
