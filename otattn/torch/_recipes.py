@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, Residual, TransformerBlock
-from otattn.attention.compose import Compose
-from otattn.models.layer import Projections
+from otattn.attention import (
+    AttentionMap,
+    Compose,
+    MaskedAttention,
+    MultiHeadAttention,
+    Residual,
+    RotaryAttention,
+    SoftmaxAttention,
+    TransformerBlock,
+)
 from otattn.torch._weights import Linear, Weights, scaled
 
 __all__ = ["RECIPES", "Made"]
@@ -28,19 +35,31 @@ class Made(NamedTuple):
 
 
 def _attention(
-    parts: Sequence[Linear], heads: int, causal: bool, scale: float, kv_heads: int | None = None, **options: Any
+    parts: Sequence[Linear],
+    heads: int,
+    causal: bool,
+    scale: float,
+    kv_heads: int | None = None,
+    frequencies: Array | None = None,
 ) -> AttentionMap:
-    """Heads of stacked queries, keys, values and outputs; ``scale`` is that of the logits."""
-    q, k, v, out = parts
-    factor = scale * np.sqrt(len(q[0]) / heads)  # Projections divide by the root of the heads' width
-    bias = None if q[1] is None else factor * q[1]
-    stacked = Projections(
-        factor * q[0], k[0], v[0], out[0], bias, k[1], v[1], out[1], heads, kv_heads or heads, masked=causal, **options
-    )
-    maps = [stacked.head(h) for h in range(heads)]
-    inner = [h.attention for h, _ in maps if isinstance(h, MaskedAttention)]
-    whole = MultiHeadAttention(inner or [h for h, _ in maps], [W for _, W in maps], output_bias=out[1])
-    return MaskedAttention(whole) if inner else whole
+    """Heads of stacked queries, keys, values and outputs; ``scale`` is that of the logits, ``frequencies`` turn them."""
+    groups = kv_heads or heads
+    *stacked, (outputs, output_bias) = parts
+    cut = [
+        _split(part, [len(part[0]) // count] * count)
+        for part, count in zip(stacked, (heads, groups, groups), strict=True)
+    ]
+    maps: list[AttentionMap] = []
+    for h in range(heads):
+        g = h * groups // heads
+        (q, bq), (k, bk), (v, bv) = cut[0][h], cut[1][g], cut[2][g]
+        options: dict[str, Any] = {"scale": scale, "query_bias": bq, "key_bias": bk, "value_bias": bv}
+        if frequencies is None:
+            maps.append(SoftmaxAttention.from_qkv(q, k, v, **options))
+        else:
+            maps.append(RotaryAttention(q, k, v, frequencies=frequencies, layout="half", masked=causal, **options))
+    whole = MultiHeadAttention(maps, np.split(outputs, heads, axis=1), output_bias=output_bias)
+    return MaskedAttention(whole) if causal and frequencies is None else whole
 
 
 def _split(both: Linear, sizes: list[int]) -> list[Linear]:
@@ -183,8 +202,7 @@ def _llama_attention(module: Any, read: Weights, causal: bool) -> Made:
         )
     parts = [read.linear(getattr(module, f"{name}_proj"), f"{name}_proj") for name in "qkvo"]
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    rotary = {"frequencies": turn.inv_freq.double().numpy(), "layout": "half"}
-    made = _attention(parts, heads, True, module.scaling, kv_heads, rotary=rotary)
+    made = _attention(parts, heads, True, module.scaling, kv_heads, turn.inv_freq.double().numpy())
     return Made(made, partial(_llama_run, kind=type(module)))
 
 
