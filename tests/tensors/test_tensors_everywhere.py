@@ -95,6 +95,16 @@ CALLS = {
     "samplers.perturbation_pairs": lambda t: oa.samplers.perturbation_pairs(t(X), 0.125)(np.random.default_rng(0))[0],
     "bounds": lambda t: oa.bounds.castin2024_discrete(HEAD, radius=t(np.array(1.5)), n=4),
     "Ball": lambda t: oa.Ball(t(np.array(1.5)), dim=2),
+    "GatedAttention": lambda t: oa.GatedAttention(HEAD, t(COV), t(np.ones(2))),
+    "Mask": lambda t: oa.Mask(allowed=t(np.tri(3, dtype=bool))),
+    "PositionBias": lambda t: oa.PositionBias(table=t(T)),
+    "Rotation": lambda t: oa.Rotation(t(np.ones(1))),
+    "ScoreAttention": lambda t: oa.ScoreAttention(
+        t(EYE), t(COV), t(EYE), query_bias=t(np.ones(2)), cap=t(np.array(2.0))
+    ),
+    "grouped_queries": lambda t: oa.grouped_queries(
+        t(COV), t(COV[:1]), t(EYE[:1]), t(EYE), num_heads=2, num_kv_heads=1
+    ),
     "Residual": lambda t: oa.Residual(HEAD, scale=t(np.array(0.5))),
 }
 ELSEWHERE = {"measure_layers", "mean_field_limit"}
@@ -126,7 +136,7 @@ def numbers(value, depth=0):
     if isinstance(value, (int, float, np.number)):
         return [np.asarray(float(value))]
     if isinstance(value, np.ndarray):
-        return [value.astype(float)] if value.dtype.kind in "fiu" else []
+        return [value.astype(float)] if value.dtype.kind in "bfiu" else []
     if isinstance(value, (tuple, list)):
         return [n for part in value for n in numbers(part, depth + 1)]
     if is_dataclass(value):
@@ -142,7 +152,7 @@ def strided(x):
 
 
 def whole(x, make):
-    return torch.tensor(x) if x.dtype.kind in "iu" else make(x)
+    return torch.tensor(x) if x.dtype.kind in "biu" else make(x)
 
 
 KINDS = {
