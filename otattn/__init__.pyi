@@ -11,6 +11,7 @@ from . import (
     plotting,
     report,
     stability,
+    torch,
 )
 from .attention import (
     MLP,
@@ -162,6 +163,7 @@ from .stability import (
     stability_study,
     sweep,
 )
+from .torch import from_torch
 
 __all__ = [
     "MLP",
@@ -272,6 +274,7 @@ __all__ = [
     "flow",
     "flow_radius_bound",
     "flow_stability",
+    "from_torch",
     "gaussian_flow",
     "gaussian_flow_batch",
     "gaussian_limit",
@@ -309,6 +312,7 @@ __all__ = [
     "theorems",
     "token_clusters",
     "token_leaders",
+    "torch",
     "transport",
     "transport_from_cost",
     "wasserstein",

@@ -156,11 +156,22 @@ def _is_small_float(dtype: np.dtype[Any]) -> bool:
 
 
 def _from_torch(value: Any) -> Any:
-    """A torch tensor (also one with a gradient, on a device, or in bfloat16) as an array; anything else as it is."""
+    """A torch tensor (also one with a gradient, on a device, in a small float) as an array; anything else as it is."""
     if not (hasattr(value, "detach") and hasattr(value, "cpu") and hasattr(value, "double")):
         return value
+    if str(getattr(value, "layout", "torch.strided")) != "torch.strided":
+        raise _Refused(f"a tensor must be dense, received one of layout {value.layout}; call its to_dense() first.")
+    if getattr(value, "is_quantized", False):
+        raise _Refused("a tensor must hold numbers, received quantized ones; call its dequantize() first.")
+    if getattr(value, "is_meta", False):
+        raise _Refused(
+            "a tensor must hold numbers, received one on the meta device, which has none; load its values first."
+        )
     tensor = value.detach().cpu()
-    return tensor.float().numpy() if "bfloat16" in str(getattr(tensor, "dtype", "")) else tensor.numpy()
+    for resolve in ("resolve_conj", "resolve_neg"):  # bits that numpy does not know
+        tensor = getattr(tensor, resolve, lambda t=tensor: t)()
+    small = any(name in str(getattr(tensor, "dtype", "")) for name in ("bfloat16", "float8"))
+    return tensor.float().numpy() if small else tensor.numpy()
 
 
 def moderate(out: NDArray[np.float64], name: str, limit: float = LARGEST) -> NDArray[np.float64]:
@@ -257,6 +268,7 @@ def positive(value: Any, name: str, *, zero: bool = False, limit: float = np.inf
 
 def _scalar(value: Any) -> float:
     """A real number as a float: no text, nothing masked, no array of another shape than ()."""
+    value = _from_torch(value)
     if isinstance(value, (str, bytes, np.ma.MaskedArray)) or np.ndim(value) or np.iscomplexobj(value):
         raise TypeError(f"received {type(value).__name__}")
     try:
@@ -268,6 +280,9 @@ def _scalar(value: Any) -> float:
 
 def count(value: Any, name: str, *, least: int = 1) -> int:
     """An integer of at least ``least``."""
+    value = _from_torch(value)
+    if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "iu":
+        value = value[()]
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name} must be an integer, received {value!r}.")
     if value < least:

@@ -30,7 +30,7 @@ class NotGaussianPreservingError(OtattnError, TypeError):
 
 
 class NoJacobianError(OtattnError, NotImplementedError):
-    """The map is known by its values only: it has no analytic Jacobian."""
+    """The derivative that is needed is not known of this map."""
 
 
 class MemoryBudgetError(OtattnError, MemoryError):

@@ -25,7 +25,17 @@ from otattn.measures import (
 if TYPE_CHECKING:
     from otattn.attention.head import Arithmetic, Head
 
-__all__ = ["MEMORY_BUDGET", "AttentionMap", "Drift", "Mass", "Measure", "Values", "block_rows", "finite"]
+__all__ = [
+    "MEMORY_BUDGET",
+    "AttentionMap",
+    "Drift",
+    "Mass",
+    "Measure",
+    "Values",
+    "as_attention",
+    "block_rows",
+    "finite",
+]
 
 Array = NDArray[np.float64]
 Measure = DiscreteMeasure | SpaceTimeMeasure
@@ -59,10 +69,45 @@ class AttentionMap(Saved, ABC):
     or, for causal maps, a :class:`SpaceTimeMeasure` (an array is then the sequence of its rows).
 
     A new map is one class. It must have ``_apply``; with ``_jacobian`` and ``_field`` it has local constants, lower bounds
-    and gradient-flow checks. What else is known of it are methods too (:meth:`values`, :meth:`in_coordinates`,
-    :meth:`logits`, :meth:`gaussian_affine`), which say by default that nothing is; and what is known of it on higher
-    floors is registered there, with ``gradient_flow.known.known_structure``, ``known_gaussian_structure``,
-    ``gradient_flow.twisted.log_kernel``, ``dynamics.gaussian_fields.field_of`` and ``lipschitz.catalogue.theorem``.
+    and gradient-flow checks. (:class:`FunctionAttention` finds these two by itself for a map that is given as a function.) What else
+    is known of it are methods too (:meth:`values`, :meth:`in_coordinates`, :meth:`logits`, :meth:`gaussian_affine`), which
+    say by default that nothing is; and what is known of it on higher floors is registered there, with
+    ``gradient_flow.known.known_structure``, ``known_gaussian_structure``, ``gradient_flow.twisted.log_kernel``,
+    ``dynamics.gaussian_fields.field_of`` and ``lipschitz.catalogue.theorem``. What is not there raises an error that names it.
+
+    Arguments of the three methods are checked before they are called: ``x (m, d)`` in float64, ``mu`` with ``points (n, d)``,
+    ``weights (n,)``, and for causal maps the ``times (m,)`` of the rows (else None); ``block_size`` is a wish that a map may ignore.
+    A map that is kept in files, or printed with its numbers, is a frozen dataclass.
+
+    Examples
+    --------
+    Tokens are pulled to the mean of all, ``Gamma_mu(x) = tanh(m - x)`` with ``m = sum_j w_j y_j``. A displacement ``v`` of the
+    atoms moves the values by ``s_i (sum_j w_j v_j - v_i)`` with the slopes ``s = 1 - tanh^2``; the adjoint of that is
+    ``g -> w_j sum_i s_i g_i - s_j g_j``. With the measure kept, ``D_x Gamma = -diag(s)``.
+
+    >>> from otattn.attention import JacobianOperator
+    >>> class Pull(AttentionMap):
+    ...     def _apply(self, x, mu, times, block_size):
+    ...         return np.tanh(mu.mean() - x)
+    ...
+    ...     def _field(self, x, mu, times, block_size):
+    ...         return -(1 - np.tanh(mu.mean() - x) ** 2)[:, :, None] * np.eye(mu.dim)
+    ...
+    ...     def _jacobian(self, mu, times, block_size):
+    ...         s, w = 1 - np.tanh(mu.mean() - mu.points) ** 2, mu.weights
+    ...         return JacobianOperator(
+    ...             mu.n, mu.dim, mu.dim,
+    ...             jvp=lambda v: s * (w @ v - v),
+    ...             vjp=lambda g: w[:, None] * np.sum(s * g, axis=0) - s * g,
+    ...         )
+    >>> Pull().on_tokens([[0.0], [2.0]]).ravel().round(4)
+    array([ 0.7616, -0.7616])
+    >>> from otattn.lipschitz import lipschitz_lower_bound, local_lipschitz
+    >>> from otattn.measures import Ball
+    >>> local_lipschitz(Pull(), [[0.0], [2.0]])
+    LocalLipschitz(0.419974, p=2, particle=0.419974, splitting=0.419974, n=2)
+    >>> round(lipschitz_lower_bound(Pull(), domain=Ball(1.0, 1), n=2).value, 6)   # that of equal tokens
+    1.0
     """
 
     maskable: bool = False
@@ -88,6 +133,16 @@ class AttentionMap(Saved, ABC):
         """True when the map needs the times of a space-time measure."""
         return False
 
+    @property
+    def splits(self) -> bool:
+        """True when atoms can split into parts that move apart (False: the map is known on sequences of tokens only)."""
+        return True
+
+    @property
+    def everywhere(self) -> bool:
+        """True when ``Gamma_mu(x)`` is known at every x, not only at the atoms."""
+        return True
+
     # What subclasses implement. ``times`` (m,) are the times of the rows of ``x``: a row sees only atoms that
     # are not later; None means that every row sees every atom.
     @abstractmethod
@@ -102,7 +157,8 @@ class AttentionMap(Saved, ABC):
     def _no_jacobian(self, what: str, method: str) -> NoJacobianError:
         return NoJacobianError(
             f"{what} needs a map with an analytic Jacobian, received {type(self).__name__}, of which only values are known; "
-            f"use stability_ratio or stability_study, or write the map as a class with {method}."
+            f"use stability_ratio or stability_study, write the map as a class with {method} (the help of AttentionMap shows "
+            "one), or wrap its values as FunctionAttention((x, mu) -> values), which finds their derivative."
         )
 
     def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
@@ -298,6 +354,19 @@ class AttentionMap(Saved, ABC):
             f"{type(self).__name__} does not map Gaussian measures to Gaussian measures; "
             "softmax, L2, Sinkhorn and linear attention do. Sample the Gaussian instead."
         )
+
+
+def as_attention(value: Any, name: str = "attention") -> AttentionMap:
+    """The map itself; a TypeError that says how to make one of anything else."""
+    if isinstance(value, AttentionMap):
+        return value
+    if hasattr(value, "named_parameters"):
+        fix = "otattn.from_torch(module) makes one of a torch module, FunctionAttention(lambda X: ..., dim) of any call"
+    elif callable(value) and not isinstance(value, type):
+        fix = "wrap it as FunctionAttention(function)"
+    else:
+        fix = "build one first, such as SoftmaxAttention"
+    raise TypeError(f"{name} must be an attention map, received {type(value).__name__}; {fix}.")
 
 
 def block_rows(m: int, n: int, width: int = 4) -> int:

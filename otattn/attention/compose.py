@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Drift, Measure
+from otattn.attention.base import AttentionMap, Drift, Measure, as_attention
 from otattn.attention.jacobian import JacobianOperator
 from otattn.measures import GaussianMeasure, SpaceTimeMeasure
 
@@ -41,8 +41,7 @@ class Residual(AttentionMap):
     scale: float
 
     def __init__(self, map: AttentionMap, *, scale: float = 1.0) -> None:
-        if not isinstance(map, AttentionMap):
-            raise TypeError(f"map must be an attention map, received {type(map).__name__}.")
+        as_attention(map, "map")
         if map.out_dim is not None and map.out_dim != map.in_dim:
             raise ValueError(
                 f"a residual needs values in the space of the tokens, received {map.in_dim} -> "
@@ -62,6 +61,14 @@ class Residual(AttentionMap):
     @property
     def causal(self) -> bool:
         return self.map.causal
+
+    @property
+    def splits(self) -> bool:
+        return self.map.splits
+
+    @property
+    def everywhere(self) -> bool:
+        return self.map.everywhere
 
     @property
     def _kernels(self) -> int:
@@ -104,6 +111,8 @@ class Residual(AttentionMap):
             jvp=lambda v: v + s * J.jvp(v),
             vjp=lambda g: g + s * J.vjp(g),
             dense=dense,
+            method=J.method,
+            error=J.error,
         )
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
@@ -134,6 +143,14 @@ class _Several(AttentionMap):
     @property
     def causal(self) -> bool:
         return any(m.causal for m in self.maps)
+
+    @property
+    def splits(self) -> bool:
+        return all(m.splits for m in self.maps)
+
+    @property
+    def everywhere(self) -> bool:
+        return all(m.everywhere for m in self.maps)
 
     @property
     def _kernels(self) -> int:
@@ -280,7 +297,10 @@ class Compose(_Several):
                 total = J.to_dense() @ total
             return total.reshape(mu.n, parts[-1].e, mu.n, mu.dim)
 
-        return JacobianOperator(mu.n, mu.dim, parts[-1].e, jvp=jvp, vjp=vjp, dense=dense)
+        worst = max(parts, key=lambda J: J.error)
+        return JacobianOperator(
+            mu.n, mu.dim, parts[-1].e, jvp=jvp, vjp=vjp, dense=dense, method=worst.method, error=worst.error
+        )
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """The composition of the affine maps along the pushed Gaussians."""

@@ -30,6 +30,10 @@ class JacobianOperator(LinearOperator):
         Its adjoint for the Euclidean inner products.
     dense : callable () -> (n, e, n, d), optional
         A direct assembly, where one is cheaper than ``n d`` products.
+    method : str
+        How the derivative is found: "analytic", or as :class:`FunctionAttention` says.
+    error : float
+        Relative error of the products beyond the rounding of float64, an estimate; 0 where the method has none.
 
     Examples
     --------
@@ -47,8 +51,11 @@ class JacobianOperator(LinearOperator):
         jvp: Callable[[Array], Array],
         vjp: Callable[[Array], Array],
         dense: Callable[[], Array] | None = None,
+        method: str = "analytic",
+        error: float = 0.0,
     ) -> None:
         super().__init__(dtype=np.dtype(np.float64), shape=(n * e, n * d))
+        self.method, self.error = method, error
         self.n, self.d, self.e = n, d, e
         self._jvp, self._vjp, self._dense = jvp, vjp, dense
 
@@ -103,6 +110,8 @@ class JacobianOperator(LinearOperator):
             vjp=lambda g: self._vjp(g * root) / root,
             # as ratios of neighbouring roots, so that extreme weights neither overflow nor vanish
             dense=None if dense is None else lambda: dense() * (root / root[:, 0])[:, None, :, None],
+            method=self.method,
+            error=self.error,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention.base import AttentionMap, Measure, Values
+from otattn.attention.base import AttentionMap, Measure, Values, as_attention
 from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
 
@@ -52,11 +52,10 @@ class MaskedAttention(AttentionMap):
     attention: AttentionMap
 
     def __init__(self, attention: AttentionMap) -> None:
-        if not isinstance(attention, AttentionMap) or attention.causal or not attention.maskable:
-            kind = attention.kind if isinstance(attention, AttentionMap) else type(attention).__name__
+        if as_attention(attention).causal or not attention.maskable:
             raise TypeError(
                 "attention must be softmax, L2, pointwise or multi-head attention without a mask, received "
-                f"{kind}; Sinkhorn kernels and compositions have no causal form."
+                f"{attention.kind}; Sinkhorn kernels and compositions have no causal form."
             )
         object.__setattr__(self, "attention", attention)
 

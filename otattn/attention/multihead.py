@@ -97,6 +97,14 @@ class MultiHeadAttention(AttentionMap):
         return self.heads[0].causal
 
     @property
+    def splits(self) -> bool:
+        return all(h.splits for h in self.heads)
+
+    @property
+    def everywhere(self) -> bool:
+        return all(h.everywhere for h in self.heads)
+
+    @property
     def kind(self) -> str:
         return f"MultiHeadAttention({', '.join(sorted({h.kind for h in self.heads}))})"
 
@@ -192,6 +200,8 @@ class MultiHeadAttention(AttentionMap):
                 J.vjp(g if self.outputs is None else g @ self.outputs[i]) for i, J in enumerate(parts)
             ),
             dense=dense if all(J._dense is not None for J in parts) else None,
+            method=max(parts, key=lambda J: J.error).method,
+            error=max(J.error for J in parts),
         )
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:

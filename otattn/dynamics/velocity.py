@@ -15,6 +15,7 @@ attention map ``Gamma_t`` of the same kind: no difference of large numbers is ta
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from otattn._files.saved import Saved
 from otattn.attention import (
     AttentionMap,
 )
-from otattn.attention.base import Measure
+from otattn.attention.base import Measure, as_attention
 
 __all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
 
@@ -43,10 +44,23 @@ def layer_at(attention: Field, t: float) -> AttentionMap:
         raise TypeError(
             f"attention must be an attention map or a callable t -> attention map, received {type(attention).__name__}."
         )
+    if hasattr(attention, "named_parameters") or _takes_more_than_time(attention):
+        as_attention(attention)
     layer = attention(float(t))
     if not isinstance(layer, AttentionMap):
         raise TypeError(f"attention(t) must be an attention map, received {type(layer).__name__} at t = {t:g}.")
     return layer
+
+
+def _takes_more_than_time(function: Callable[..., object]) -> bool:
+    """True for a function that cannot be called with a time alone, as one of tokens and a measure."""
+    try:
+        inspect.signature(function).bind(0.0)
+    except TypeError:
+        return True
+    except ValueError:  # a function without a signature is called
+        return False
+    return False
 
 
 def linear_growth(attention: Field) -> bool:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
-from otattn.attention.base import Measure
+from otattn.attention.base import Measure, as_attention
 from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, operator_asymmetry
@@ -107,7 +107,7 @@ def check_gradient_flow(
     Sander, Ablin, Blondel, Peyré, "Sinkformers", AISTATS 2022, section 3; Castin, Ablin, Carrillo, Peyré, "A
     unified perspective on the dynamics of deep Transformers", 2025.
     """
-    measure = attention.as_measure(mu).support()
+    measure = as_attention(attention).as_measure(mu).support()
     if attention.out_dim is not None and attention.out_dim != measure.dim:
         raise ValueError(
             f"attention must have values in the space of the tokens for a flow, received {measure.dim} -> "
@@ -199,13 +199,14 @@ def _spread(mu: Measure) -> float:
 
 
 def _field_defect(attention: AttentionMap, mu: Measure, rng: np.random.Generator) -> float:
-    """The defect of ``D_x Gamma_mu`` at up to 256 atoms, and at as many points around them."""
+    """The defect of ``D_x Gamma_mu`` at up to 256 atoms, and at as many points around them where the map is known there."""
     at = np.arange(mu.n) if mu.n <= FLOW_ATOMS else rng.choice(mu.n, FLOW_ATOMS, replace=False)
     x = mu.points[at]
     near = x + _spread(mu) * rng.standard_normal(x.shape)
     # times are those of the atoms; maps without a mask ignore them
     times = getattr(mu, "times", np.zeros(mu.n))[at]
-    return max(dense_asymmetry(attention.field_jacobian(points, mu, times=times)) for points in (x, near))
+    places = (x, near) if attention.everywhere else (x,)
+    return max(dense_asymmetry(attention.field_jacobian(points, mu, times=times)) for points in places)
 
 
 def _bures(attention: AttentionMap, mu: Measure, rng: np.random.Generator) -> Asymmetry | None:

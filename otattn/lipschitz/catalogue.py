@@ -8,6 +8,7 @@ from typing import Any
 from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
+from otattn.attention.base import as_attention
 from otattn.lipschitz.theorem import THEOREMS, Theorem, read_all
 from otattn.measures.domains import Ball, Domain
 
@@ -85,8 +86,7 @@ def theorems(
     records = tuple(THEOREMS.values())
     if attention is None:
         return Catalogue(records)
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    as_attention(attention)
     if n is not None:
         check.count(n, "n")
     order = check.check_order(p)

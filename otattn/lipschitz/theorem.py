@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from otattn import _validate as check
 from otattn._files.saved import Saved
 from otattn.attention import AttentionMap
+from otattn.attention.base import as_attention
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.hypotheses import Reason
 from otattn.measures.domains import Ball, Domain
@@ -273,8 +274,7 @@ def _ask(
     p: float,
     options: dict[str, Any],
 ) -> Bound:
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    as_attention(attention)
     region: Any = None
     if radius is not None or domain is not None or not record.everywhere:
         region = resolve_domain(radius, domain, getattr(attention, "in_dim", None))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from otattn import _validate as check
 from otattn._linalg import spectral_norm
 from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.attention.base import as_attention
 from otattn.errors import CertificateError
 from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
 from otattn.lipschitz.bound import Bound
@@ -42,7 +43,7 @@ def upper_bounds(
     """
     if effort not in ("fast", "deep"):
         raise ValueError(f'effort must be "fast" or "deep", received {effort!r}.')
-    region = resolve_domain(radius, domain, attention.in_dim)
+    region = resolve_domain(radius, domain, as_attention(attention).in_dim)
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
     for record in THEOREMS.values():
@@ -179,7 +180,7 @@ def _of_theorem(
     if record is None or record.kind != "upper" or record.quantity != "lipschitz":
         known = sorted(t.key for t in THEOREMS.values() if t.kind == "upper" and t.quantity == "lipschitz")
         raise ValueError(f"theorem must be one of {', '.join(known)}, received {key!r}.")
-    region, order = resolve_domain(radius, domain, attention.in_dim), check.check_order(p)
+    region, order = resolve_domain(radius, domain, as_attention(attention).in_dim), check.check_order(p)
     check_count(n)
     closed = closed_bounds(record, attention, region, n, order) if record.closed else None
     found = _attempt(record, attention, region, n, order, effort) if closed is None else closed

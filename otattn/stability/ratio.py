@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._tabular import Result
-from otattn.attention.base import AttentionMap
+from otattn.attention.base import AttentionMap, as_attention
 from otattn.distances.conditional import distance_of
 from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability.certify import Evidence, Resolution, certify
@@ -147,9 +147,7 @@ def stability_ratio(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, *, 
 
 def prepare_pair(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, p: float) -> tuple[Moved, Moved]:
     """The pair as measures of one kind and one space, on which ``attention`` acts and ``W_p`` is defined."""
-    if not isinstance(attention, AttentionMap):
-        fix = "wrap it as FunctionAttention(function)" if callable(attention) else "build one, such as SoftmaxAttention"
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; {fix}.")
+    as_attention(attention)
     first: Moved
     second: Moved
     if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):

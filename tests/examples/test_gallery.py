@@ -26,6 +26,8 @@ def test_example_runs(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-W", "error", str(script), "--out", "pictures", "--thumbnails", "small"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    if done.stdout.startswith("skipped: this example needs torch"):
+        pytest.skip("torch is not installed")
     assert "headline: " in done.stdout
     pictures = sorted((tmp_path / "pictures").glob("*.png"))
     assert 1 <= len(pictures) <= 3

@@ -181,7 +181,7 @@ class Mask(Saved):
         object.__setattr__(self, "causal", bool(causal))
         for name, value in (("before", before), ("after", after)):
             object.__setattr__(self, name, None if value is None else check.positive(value, name, zero=True))
-        pattern = None if allowed is None else np.array(allowed)
+        pattern = None if allowed is None else np.array(check.real_array(allowed, "allowed"))
         if pattern is not None:
             if pattern.dtype != np.bool_ or pattern.ndim != 2 or pattern.shape[0] != pattern.shape[1]:
                 raise ValueError(

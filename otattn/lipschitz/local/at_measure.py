@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
-from otattn.attention.base import Measure
+from otattn.attention.base import Measure, as_attention
 from otattn.attention.head import Head
 from otattn.attention.kernels import NormalisedKernel
 from otattn.attention.pointwise import LinearAttention, PointwiseAttention, ReLUAttention, SigmoidAttention
@@ -80,7 +80,7 @@ def at_measure_bound(attention: AttentionMap, mu: Any) -> Bound:
     ----------
     otattn, local bound; costs ``n^2 e^2`` operations a head.
     """
-    measure = attention.as_measure(mu)
+    measure = as_attention(attention).as_measure(mu)
     return prove("at_measure_bound", attention, measure, measure.n, 2.0)
 
 

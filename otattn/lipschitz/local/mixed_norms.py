@@ -68,7 +68,10 @@ def mixed_local(
                 columns[:, :, j, k] = J.jvp(step)
         blocks = columns
     times = getattr(mu, "times", None) if attention.causal else None
-    D = attention.field_jacobian(mu.points, mu, times=times)
+    if attention.splits:
+        D = attention.field_jacobian(mu.points, mu, times=times)
+    else:  # only whole atoms move
+        D = np.zeros((n, J.e, d))
     if basis is not None:
         D = D @ basis
     lower = upper = particle = 0.0

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
-from otattn.attention.base import Measure
+from otattn.attention.base import Measure, as_attention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.local.mixed_norms import mixed_local
 from otattn.lipschitz.local.upper_side import UpperKind, constant_above
@@ -42,7 +42,7 @@ class LocalLipschitz(Result):
     particle : float
         Atoms move as wholes: the norm of ``W^{1/2} J W^{-1/2}``, for equal weights that of the Jacobian.
     splitting : float
-        An atom splits, its parts move apart: ``max_i ||D_x Gamma_mu(x_i)||``.
+        An atom splits, its parts move apart: ``max_i ||D_x Gamma_mu(x_i)||`` (0 for maps of sequences, whose atoms do not).
     far_mass : float or None
         ``sup_y ||D_x Gamma_mu(y)||`` over the domain, from below.
     left, right : ndarray (n, e), (n, d)
@@ -86,7 +86,8 @@ class LocalLipschitz(Result):
 
         - "proved": softmax heads, masked or not, with ``n min(d, e) <= 2048``. The derivative is enclosed in interval
           arithmetic and its norm proved by a Cholesky factorisation: all rounding is counted.
-        - "computed": other maps of that size whose Jacobian is written out. The same proof, of the matrix of floats.
+        - "computed": other maps of that size whose Jacobian is written out. The same proof, of the matrix of floats (of a
+          numerical derivative where a :class:`FunctionAttention` has no other: ``attention.jacobian(mu).error`` is not counted).
         - "probabilistic": beyond it. Over the random starts, it is below the norm with probability at most ``failure``,
           for the linear map that the float products compute and under the model of rounding that
           :func:`~otattn.operators.spectral_norm_bounds` states.
@@ -194,7 +195,7 @@ def local_lipschitz(
     """
     order = check.check_order(p)
     check.positive(tol, "tol")
-    measure = attention.as_measure(mu)
+    measure = as_attention(attention).as_measure(mu)
     live = measure.weights > 0
     support = measure.support()
     check.moderate(support.points, "mu")
@@ -243,7 +244,9 @@ def local_lipschitz(
 
 
 def splitting_part(attention: AttentionMap, mu: Measure) -> float:
-    """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks."""
+    """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks; 0 for maps whose atoms do not split."""
+    if not attention.splits:
+        return 0.0
     d = mu.dim
     e = d if attention.out_dim is None else attention.out_dim
     rows = max(1, FIELD_BYTES // (8 * d * e))

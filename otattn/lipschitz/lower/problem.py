@@ -20,6 +20,7 @@ from otattn.attention import (
     ScoreAttention,
     SinkhornAttention,
 )
+from otattn.attention.base import as_attention
 from otattn.attention.head import Head, check_sizes
 from otattn.lipschitz.lower.charts import Chart, chart_of, forms_of
 from otattn.measures import Ball, Domain
@@ -94,8 +95,7 @@ def problem_of(
         No attention map; radius and domain both given or both missing; a dimension that nothing tells; a domain without
         displacements.
     """
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    as_attention(attention)
     if (radius is None) == (domain is None):
         given = "neither" if radius is None else "both"
         raise ValueError(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
+from otattn.attention.base import as_attention
 from otattn.attention.head import Head, with_values
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.errors import CertificateError
@@ -108,8 +109,7 @@ def multi_head(
     ----------
     Our own theorem; the proof is in the docstring of this module.
     """
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    as_attention(attention)
     order, count = check.check_order(p), check_count(n)
     if head_bounds is None:
         return prove("multi_head", attention, resolve_domain(radius, domain, attention.in_dim), count, order)
