@@ -58,10 +58,10 @@ def certify(map: AttentionMap, tokens: ArrayLike, *, radius: float, p: float = 2
     Parameters
     ----------
     map : AttentionMap
-        Softmax heads, one or several, masked or not; LayerNorm, RMSNorm, MLP; Residual, Compose and TransformerBlock
-        of these.
+        Softmax or rotary heads, one or several, masked or not; LayerNorm, RMSNorm, MLP, FeedForward; Residual, Compose,
+        TransformerBlock and ``model.map()`` of these, one in the other.
     tokens : array_like (n, d)
-        Equal masses. For masked maps a sequence.
+        Equal masses. For masked and rotary maps a sequence.
     radius : float
         Of the ball in W_2, ``|D|_F / sqrt(n)``. It holds the configurations whose tokens move by at most ``radius`` each.
     p : float
@@ -241,7 +241,7 @@ def _near(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
 @theorem(
     "second_order",
     statement="||J|| + C r + r^2 int (1 - s) D3(s r) ds, r = sqrt(n) radius; for stacks by norms of partial products",
-    hypotheses="softmax heads, token-wise maps, residuals and compositions; measures of n equal atoms near given tokens; p = 2",
+    hypotheses="softmax and rotary heads, token-wise maps, residuals and compositions; measures of n equal atoms near given tokens; p = 2",
     applies=every(order_two, _near),
     closed=False,
     rigorous=False,

@@ -176,7 +176,7 @@ def test_balls_in_balls():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"softmax heads.*received L2Attention"):
+    with pytest.raises(ValueError, match=r"softmax and rotary heads.*received L2Attention"):
         oa.certify(oa.L2Attention(A, A, V), X, radius=0.1)
     with pytest.raises(ValueError, match="received str"):
         oa.certify("map", X, radius=0.1)
