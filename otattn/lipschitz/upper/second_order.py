@@ -241,7 +241,7 @@ def _near(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
 @theorem(
     "second_order",
     statement="||J|| + C r + r^2 int (1 - s) D3(s r) ds, r = sqrt(n) radius; for stacks by norms of partial products",
-    hypotheses="softmax and rotary heads, token-wise maps, residuals and compositions; measures of n equal atoms near given tokens; p = 2",
+    hypotheses="softmax and rotary heads, token-wise maps, residuals, compositions; n equal atoms near given tokens; p = 2",
     applies=every(order_two, _near),
     closed=False,
     rigorous=False,
