@@ -45,7 +45,7 @@ from otattn.lipschitz.near.stack import Chain
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
-__all__ = ["certified_radius", "certify"]
+__all__ = ["certified_constants", "certified_radius", "certify"]
 
 Array = NDArray[np.float64]
 Kind = Literal["pairs", "constant"]
@@ -151,6 +151,13 @@ def certified_radius(
             ratio = high / low if low > 0.0 else 16.0
     near = NearMeasure(statement.domain.points, low)
     return _certificate(Statement(map, near, statement.n, 2.0, {}), chain, kind)
+
+
+def certified_constants(map: AttentionMap, tokens: ArrayLike, radii: ArrayLike, *, kind: Kind = "pairs") -> Array:
+    """The values of :func:`certify` at many radii, inf where nothing is proved."""
+    found = [_statement(map, tokens, float(rho), 2, kind) for rho in np.atleast_1d(np.asarray(radii, dtype=np.float64))]
+    chain = _chain(found[0])
+    return np.array([_value(chain, s.domain.points, s.domain.radius, kind, map.causal) for s in found])
 
 
 def _statement(map: Any, tokens: Any, radius: float, p: float, kind: str) -> Statement:
