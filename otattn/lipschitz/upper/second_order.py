@@ -3,7 +3,8 @@ r"""Certificates of second order: how much a map stretches the measure of given 
 Let mu be the measure of tokens X with equal masses, and nu one of n equal atoms with ``W_2(mu, nu) <= rho``. An optimal matching
 of equal atoms is a permutation, so nu is the measure of ``X + D`` with ``|D|_F = sqrt(n) W_2(mu, nu) <= r := sqrt(n) rho``
 when its atoms are numbered rightly; the map does not see the numbers (masked maps do: for them the tokens are sequences,
-atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`` itself). Splitting of atoms is excluded.
+atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`` itself). Splitting of atoms is excluded: every
+statement here is among measures of n equal atoms, as the certificate's domain says, and not about any measure near mu.
 
 - kind "pairs": ``W_2(F mu, F nu) <= |F(X + D) - F(X)|_F / sqrt(n) <= L W_2(mu, nu)``, L the stretch of the chain
   (:mod:`~otattn.lipschitz.near.stack`) at r.
@@ -16,8 +17,8 @@ atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`
 Both tend to the exact local constant ``||D_X F||`` as rho -> 0, and hold for each token moved by at most rho.
 
 What is proved: for attention alone, n d up to 2048 coordinates or one map whose Gram matrix fits, everything with rounding
-counted ("proved"). Token-wise maps have margins: suprema of third and fourth derivatives of GELU through tanh, SiLU and tanh are
-maxima on a grid, rounded up, and LayerNorm allows 1e-10 for rounding ("margins"). For longer stacks the norms of the partial
+counted ("proved"). Token-wise maps have margins: the suprema of the activations' derivatives are proved, but the rounding of
+their values, and of LayerNorm (1e-10), is allowed for and not enclosed ("margins"). For longer stacks the norms of the partial
 products are bounded by Lanczos iterations that fail with a stated probability over their random starts, under the model of
 rounding of :func:`~otattn.operators.spectral_norm_bounds`; derivatives and remainders are as before ("probabilistic").
 ``details["how"]`` says which.
@@ -68,7 +69,7 @@ def certify(map: AttentionMap, tokens: ArrayLike, *, radius: float, p: float = 2
         2.
     kind : {"pairs", "constant"}
         "pairs": ``W_2(F mu, F nu) <= L W_2(mu, nu)``, mu the tokens' measure, for every nu of n equal atoms in the ball.
-        "constant": for any two measures of n equal atoms in the ball.
+        "constant": for any two measures of n equal atoms in the ball. Neither says anything of measures in which atoms split.
 
     Returns
     -------
