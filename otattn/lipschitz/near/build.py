@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm_upper
-from otattn.attention import AttentionMap, Compose, MultiHeadAttention, Residual, TokenwiseMap
+from otattn.attention import AttentionMap, Compose, LayerNorm, MultiHeadAttention, Residual, TokenwiseMap
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_table
 from otattn.lipschitz.near.expansion import AFFINE, Expansion
@@ -34,8 +34,11 @@ def why_not(map: AttentionMap) -> str | None:
         return why_not(map.map)
     if softmax_heads(map) or rotary_heads(map):
         return None
-    if isinstance(map, TokenwiseMap) and (hasattr(map, "gain") or perceptron(map) is not None):
+    if isinstance(map, LayerNorm):
         return None
+    if isinstance(map, TokenwiseMap) and (found := perceptron(map)) is not None:
+        kinked = found.activation == "relu" and found.G is not None
+        return "a gated perceptron must have a smooth activation, received relu" if kinked else None
     part = next((h for h in getattr(map, "heads", ()) if not (softmax_heads(h) or rotary_heads(h))), None)
     if part is not None:
         return f"its heads are softmax heads, or all rotary ones, received {type(part).__name__} among them"

@@ -1,5 +1,7 @@
 """Which maps have certificates near given tokens: rotary heads, decoders, nested sums; and which are refused by name."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -166,6 +168,10 @@ def test_a_form_that_is_all_rounding_counts_as_such():
         (oa.Residual(oa.L2Attention(np.eye(3), np.eye(3), np.eye(3))), "received L2Attention"),
         (oa.MultiHeadAttention([PLAIN, oa.L2Attention(np.eye(3), np.eye(3), drawn(2, 3))]), "L2Attention among them"),
         (oa.MultiHeadAttention([FIRST, oa.MaskedAttention(PLAIN)]), "must be written as one sum"),
+        (
+            FeedForward(drawn(6, 3), drawn(3, 6), activation="relu", gate=drawn(6, 3)),
+            "smooth activation, received relu",
+        ),
         (oa.MultiHeadAttention([FIRST, OPEN]), "must be written as one sum"),
         (oa.MultiHeadAttention([SUM], [drawn(2, 3)]), "output matrices at two levels"),
     ],
@@ -173,3 +179,20 @@ def test_a_form_that_is_all_rounding_counts_as_such():
 def test_what_has_none_is_named(attention, says):
     with pytest.raises(ValueError, match=says):
         oa.certify(attention, X, radius=1e-3)
+
+
+def test_tampered_rotary_certificates():
+    bound = oa.certify(FIRST, X, radius=1e-3)
+    assert bound.verify()
+    options = {"query_bias": FIRST.query_bias, "key_bias": FIRST.key_bias, "value_bias": FIRST.value_bias}
+    same, faster, later = (
+        RotaryAttention(FIRST.Q, FIRST.K, FIRST.V, base=base, length=length, **options)
+        for base, length in ((10.0, 5.0), (3.0, 5.0), (10.0, 9.0))
+    )
+    assert replace(bound, attention=same).verify()
+    steep = [m for m in (faster, later) if oa.certify(m, X, radius=1e-3).value > bound.value]
+    assert steep
+    for attention in (*steep, oa.Residual(SUM), OPEN):
+        assert not replace(bound, attention=attention).verify()
+    assert not replace(bound, value=bound.value * (1 - 1e-6)).verify()
+    assert not replace(bound, domain=type(bound.domain)(X[::-1].copy(), 1e-3)).verify()  # the order is the sequence
