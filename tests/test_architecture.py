@@ -85,6 +85,7 @@ STORIES = {
     "upper": 3,
     "lower": 3,
     "table": 4,
+    "edits": 4,
     "upper_bound": 4,
     "enclosure": 4,
     "comparison": 4,

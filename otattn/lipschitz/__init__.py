@@ -72,10 +72,10 @@ from otattn.lipschitz import bounds, relaxations
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.catalogue import Catalogue, theorems
 from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adversarial
+from otattn.lipschitz.edits import EditStability, edit_stability
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
 from otattn.lipschitz.local.at_measure import at_measure_bound
 from otattn.lipschitz.local.depth import DepthProfile, depth_profile
-from otattn.lipschitz.local.edits import EditStability, edit_stability
 from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz

@@ -54,6 +54,10 @@ class NearMeasure(_Near):
         At least 0.
     """
 
+    def __repr__(self) -> str:
+        n, d = self.points.shape
+        return f"NearMeasure(n={n} equal atoms, d={d}, radius={self.radius:g})"
+
 
 def domain_contains(outer: Any, inner: Any) -> str | None:
     """Why ``outer`` is not known to contain ``inner``; None when it does, for the floats as exact numbers.

@@ -48,6 +48,25 @@ def test_tiny_edits_stay_below_the_local_constant():
     assert (found.ratios[1:] < found.local).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_certified_constant_holds_for_the_edit_itself(causal):
+    head = oa.SoftmaxAttention(0.3 * np.eye(3), np.eye(3))
+    network = [oa.Residual(oa.MaskedAttention(head) if causal else head, scale=0.5)] * 2
+    X = np.random.default_rng(0).standard_normal((5, 3))
+    Y = X + 1e-4 * np.random.default_rng(1).standard_normal(X.shape)
+    edits = {"none": X, "small": Y, "huge": 1e3 * X, **({} if causal else {"cut": X[:4]})}
+    found = oa.edit_stability(network, X, edits, certified=True)
+    assert found.ratios[1] <= found.certified[1] <= 1.05 * found.local
+    bound = oa.certify(oa.Compose(*network), X, radius=found.before[1])
+    assert found.certified[1] == pytest.approx(bound.value, rel=1e-6)
+    assert np.isinf(found.certified[2])
+    assert causal or np.isnan(found.certified[3])
+    assert [r["certified"] for r in found.rows()][:3] == found.certified[:3].tolist()
+    assert np.isnan(oa.edit_stability(network, X, edits).certified).all()
+    with pytest.raises(ValueError, match="equal weights"):
+        oa.edit_stability([head], oa.DiscreteMeasure(X[:2], [0.3, 0.7]), {"same": X[:2]}, certified=True)
+
+
 def test_order_does_not_matter_without_positions():
     head = oa.SoftmaxAttention(np.eye(3), np.eye(3))
     X = np.random.default_rng(0).standard_normal((5, 3))

@@ -151,6 +151,15 @@ def test_far_mass() -> None:
     assert far.value == far.far_mass == pytest.approx(10.0, rel=1e-9)
 
 
+@pytest.mark.parametrize("d", [2, 12])
+def test_far_mass_is_climbed_to_where_weights_are_even(d) -> None:
+    """Of unequal masses: neither atoms nor centre nor a random point are there."""
+    u = np.eye(d)[0]
+    mu = oa.DiscreteMeasure([u, -u], [0.9, 0.1])
+    far = oa.local_lipschitz(oa.SoftmaxAttention(10 * np.eye(d), np.eye(d)), mu, domain=oa.Ball(1.0))
+    assert far.far_mass == pytest.approx(10.0, rel=1e-6)
+
+
 def test_linear_skew_single_token_has_only_a_splitting_part() -> None:
     A = 1.6 * np.array([[0.0, 1.0], [-1.0, 0.0]])
     local = oa.local_lipschitz(oa.LinearAttention(A, np.eye(2)), [[1.0, 0.0]])

@@ -1,4 +1,4 @@
-"""The chain of an attention map at given tokens: softmax heads, token-wise maps, residuals and compositions of these."""
+"""The chain of an attention map at given tokens: softmax and rotary heads, token-wise maps, residuals and compositions of these."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm_upper
-from otattn.attention import AttentionMap, Compose, Residual, TokenwiseMap
+from otattn.attention import AttentionMap, Compose, LayerNorm, MultiHeadAttention, Residual, TokenwiseMap
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_table
-from otattn.lipschitz.near.expansion import Expansion
+from otattn.lipschitz.near.expansion import AFFINE, Expansion
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
 from otattn.lipschitz.near.heads import Heads, heads_at, heads_expansion, softmax_heads, turned
+from otattn.lipschitz.near.rotary import Lift, lifted, rotary_heads
 from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms
 from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
 
@@ -31,9 +32,22 @@ def why_not(map: AttentionMap) -> str | None:
         return next((why for m in map.maps if (why := why_not(m)) is not None), None)
     if isinstance(map, Residual):
         return why_not(map.map)
-    if softmax_heads(map) or (isinstance(map, TokenwiseMap) and (hasattr(map, "gain") or perceptron(map) is not None)):
+    if softmax_heads(map) or rotary_heads(map):
         return None
-    return f"it is made of softmax heads, LayerNorm, RMSNorm, MLP, Residual and Compose, received {map.kind}"
+    if isinstance(map, LayerNorm):
+        return None
+    if isinstance(map, TokenwiseMap) and (found := perceptron(map)) is not None:
+        kinked = found.activation == "relu" and found.G is not None
+        return "a gated perceptron must have a smooth activation, received relu" if kinked else None
+    part = next((h for h in getattr(map, "heads", ()) if not (softmax_heads(h) or rotary_heads(h))), None)
+    if part is not None:
+        return f"its heads are softmax heads, or all rotary ones, received {part.kind} among them"
+    if isinstance(map, MultiHeadAttention):
+        return "softmax heads with output matrices at two levels, and next to rotary ones, must be written as one sum"
+    return (
+        "it is made of softmax and rotary heads, LayerNorm, RMSNorm, perceptrons, Residual and Compose, received "
+        f"{map.kind}"
+    )
 
 
 def chain_at(map: AttentionMap, tokens: Array) -> Chain:
@@ -49,20 +63,22 @@ def chain_at(map: AttentionMap, tokens: Array) -> Chain:
 def _path(map: AttentionMap, x: Array) -> list[_Point]:
     """The stages at the float tokens that enter them."""
     out: list[_Point] = []
-    for m in _flat(map):
+    for m in _flat(map, len(x)):
         out.append(_Point.of(m, out[-1].image if out else x))
     return out
 
 
-def _flat(map: AttentionMap) -> list[AttentionMap]:
-    return [part for m in map.maps for part in _flat(m)] if isinstance(map, Compose) else [map]
+def _flat(map: AttentionMap, n: int) -> list[AttentionMap | Lift]:
+    if isinstance(map, Compose):
+        return [part for m in map.maps for part in _flat(m, n)]
+    return list(lifted(map, n)) if rotary_heads(map) else [map]
 
 
 @dataclass(frozen=True, eq=False)
 class _Point:
     """A stage at float tokens, before coordinates are chosen: its float image and Jacobian with their errors."""
 
-    map: AttentionMap
+    map: AttentionMap | Lift
     x: Array
     image: Array
     jacobian: Linear
@@ -72,8 +88,13 @@ class _Point:
     heads: Heads | None = None
 
     @classmethod
-    def of(cls, map: AttentionMap, x: Array) -> _Point:
+    def of(cls, map: AttentionMap | Lift, x: Array) -> _Point:
         n, d = x.shape
+        if isinstance(map, Lift):
+            image, lost = map.images(x)
+            m = len(map.L)
+            dense = map.matrix(n) if n * max(d, m) <= DENSE else None
+            return cls(map, x, image, Linear(dense, map.jvp, map.vjp, (n, d, m)), map.jacobian_error, lost)
         if isinstance(map, Residual):
             inner = tuple(_path(map.map, x))
             image = np.asarray(x + map.scale * inner[-1].image)
@@ -92,6 +113,8 @@ class _Point:
 
     def expansion(self, left: Side, right: Side) -> Expansion:
         """Of ``left f(right z)``."""
+        if isinstance(self.map, Lift):
+            return AFFINE
         if self.inner:
             return _Scaled(_chain(list(self.inner), left, right), getattr(self.map, "scale", 1.0))
         if isinstance(self.map, TokenwiseMap):

@@ -20,7 +20,7 @@ from otattn.lipschitz.near.gram_jacobian import LARGEST_PRODUCTS, fits
 from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
 from otattn.lipschitz.near.third_order import third_order
 
-__all__ = ["Heads", "heads_at", "heads_expansion", "softmax_heads", "turned"]
+__all__ = ["Heads", "form_error", "heads_at", "heads_expansion", "softmax_heads", "turned"]
 
 Array = NDArray[np.float64]
 
@@ -96,8 +96,7 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
     for head in parts:
         W = head.output
         small = 2.0 * (tokens.shape[1] + 8) * EPS  # products with tokens, twice over
-        # a map that runs on its factors has their product for A
-        form = 0.0 if head.factors is None else product_error(head.factors[1].T, head.factors[0])
+        form = form_error(head)
         made = Made(
             sizes * (1.0 + small),
             width * (1.0 + small) + 4.0 * EPS * float(sizes.max()),
@@ -114,14 +113,37 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
         offset = offset + (value if W is None else W @ value)
         size = float(norm_upper(head.V)) * float(np.linalg.norm(mean)) + float(np.linalg.norm(value))
         lost += 8.0 * (tokens.shape[1] + len(value) + 8) * EPS * size * (1.0 if W is None else float(norm_upper(W)))
-    bias = _output_bias(attention)
-    lost += 8.0 * len(parts) * EPS * float(np.linalg.norm(offset))
-    return Heads(heads, intervals, np.asarray(offset if bias is None else offset + bias), lost)
+    bias, more = _output_bias(attention)
+    lost += 8.0 * len(parts) * EPS * float(np.linalg.norm(offset)) + more
+    return Heads(heads, intervals, np.asarray(offset + bias), lost + 2.0 * EPS * float(np.linalg.norm(offset + bias)))
 
 
-def _output_bias(attention: Any) -> Array | None:
-    whole = attention.attention if isinstance(attention, MaskedAttention) else attention
-    return whole.output_bias if isinstance(whole, MultiHeadAttention) else None
+def form_error(head: Head) -> float:
+    """How far the form that the map runs on is from A (Frobenius norm).
+
+    That is the product of its factors, or, where this is nothing but rounding, A is a matrix near it.
+    """
+    if head.factors is None:
+        return head.lost * float(np.sqrt(head.d)) * (1.0 + 4.0 * EPS)
+    return product_error(head.factors[1].T, head.factors[0])
+
+
+def _output_bias(attention: Any) -> tuple[Any, float]:
+    """What sums of heads, one in the other, add to the tokens, and a bound of its error."""
+    if isinstance(attention, MaskedAttention):
+        return _output_bias(attention.attention)
+    if not isinstance(attention, MultiHeadAttention):
+        return 0.0, 0.0
+    total: Any = 0.0 if attention.output_bias is None else attention.output_bias
+    lost = 0.0
+    for h, W in zip(attention.heads, attention.outputs or [None] * len(attention.heads), strict=True):
+        bias, error = _output_bias(h)
+        if W is not None and np.ndim(bias):
+            error = error * float(norm_upper(W)) + product_error(W, bias[:, None])
+            bias = W @ bias
+        total = total + bias
+        lost += error + 2.0 * EPS * float(np.linalg.norm(total))
+    return total, lost
 
 
 def turned(heads: list[HeadAtTokens], left: Array | None, right: Array | None) -> list[HeadAtTokens]:

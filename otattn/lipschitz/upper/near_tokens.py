@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import svds
 
 from otattn import _validate as check
-from otattn._linalg import product_error, spectral_norm_upper
-from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttention
+from otattn._linalg import norm_upper, product_error, spectral_norm_upper
+from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.attention.head import Head, heads_of
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import (
     Certificate,
@@ -42,10 +42,10 @@ from otattn.lipschitz.certificate import (
 from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, top_eigenvalue, triangular
 from otattn.lipschitz.constants.moved_rows import Made, MovedRows, best_thresholds, moved_rows
 from otattn.lipschitz.containment import NearTokens
-from otattn.lipschitz.hypotheses import every, order_two, single_heads
+from otattn.lipschitz.hypotheses import every, order_two
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
 from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
-from otattn.lipschitz.near.heads import heads_expansion
+from otattn.lipschitz.near.heads import form_error, heads_expansion
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
@@ -96,7 +96,7 @@ def near_tokens(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound
     ----------
     Our own theorem (local ball); the proofs are in the docstrings of this module and of ``moved_rows``.
     """
-    heads, _ = _heads(attention)
+    heads = _heads(attention)
     dim = len(heads[0].A)
     mu = as_discrete(X)
     check.moderate(mu.points, "X")
@@ -147,7 +147,7 @@ def _data(statement: Statement) -> dict[str, Any]:
         or statement.n != len(statement.domain.points)
     ):
         raise ValueError("near_tokens is about p = 2 and the tokens near given ones; the statement was altered.")
-    heads, causal = _heads(statement.attention)
+    heads = _heads(statement.attention)
     found = _on_span(heads, statement.domain.points)
     glob = np.inf
     bound = statement.options.get("global")
@@ -164,7 +164,7 @@ def _data(statement: Statement) -> dict[str, Any]:
                 f"received {bound!r}. The largest norm of a moved token is at most {_reach(statement.domain):.17g}."
             )
         glob = float(bound.value)
-    return {**found, "rho": statement.domain.radius, "causal": causal, "global": glob}
+    return {**found, "rho": statement.domain.radius, "causal": heads[0].causal, "global": glob}
 
 
 def _reach(near: NearTokens) -> float:
@@ -252,53 +252,33 @@ def _attained(attention: Any, tokens: Array) -> float:
     return float(np.linalg.norm(J.matvec(right[0])) / np.linalg.norm(right[0]))
 
 
-@dataclass(frozen=True, eq=False)
-class _Head:
-    """A softmax head with its output matrix in V, and what rounding left out of A, V and c."""
-
-    A: Array
-    V: Array
-    c: Array
-    a: float
-    v: float
-    dc: float
-
-
-def _heads(attention: Any) -> tuple[list[_Head], bool]:
-    causal = isinstance(attention, MaskedAttention)
-    whole = attention.attention if isinstance(attention, MaskedAttention) else attention
-    parts: list[tuple[Any, Array | None]]
-    if isinstance(whole, MultiHeadAttention):
-        causal = causal or whole.causal
-        heads = [h.attention if isinstance(h, MaskedAttention) else h for h in whole.heads]
-        parts = list(zip(heads, whole.outputs or [None] * len(heads), strict=True))
-    else:
-        parts = [(whole, None)]
-    for head, _ in parts:
-        if not isinstance(head, SoftmaxAttention):
-            raise TypeError(
-                f"attention must be made of softmax heads, received {type(head).__name__}; "
-                "for other variants see local_lipschitz and lipschitz_upper_bound."
-            )
-    return [_head(head, W) for head, W in parts], causal
+def _heads(attention: Any) -> tuple[Head, ...]:
+    """The softmax heads, one or several."""
+    heads = heads_of(attention) if isinstance(attention, AttentionMap) else ()
+    odd = next((h.map for h in heads if not isinstance(h.map, SoftmaxAttention)), None if heads else attention)
+    if odd is not None:
+        raise TypeError(
+            f"attention must be made of softmax heads, received {type(odd).__name__}; "
+            "for other variants see local_lipschitz and lipschitz_upper_bound."
+        )
+    return heads
 
 
-def _head(head: SoftmaxAttention, W: Array | None) -> _Head:
-    V, v, a, dc = head.V, 0.0, 0.0, 0.0
-    if W is not None:
-        size = max(float(np.abs(V).max()), 1e-300)  # products of tiny values underflow
-        V, v = (W @ (V / size)) * size, product_error(W, V / size) * size
-    if head.factors is not None:  # the map is evaluated by its factors, whose products are A and c
-        q, k, b = head.factors
-        a = product_error(k.T, q)
-        dc = 0.0 if b is None else product_error(k.T, b[:, None])
-    c = np.zeros(head.in_dim) if head.bias is None else head.bias
-    return _Head(head.A, V, c, a, v, dc)
+def _values(head: Head) -> tuple[Array, float]:
+    """``W V``, and a bound of its error."""
+    if head.output is None:
+        return head.V, 0.0
+    size = max(float(np.abs(head.V).max()), 1e-300)  # products of tiny values underflow
+    V = head.V / size
+    lost = product_error(head.output, V) + head.output_error * float(norm_upper(V))
+    return (head.output @ V) * size, lost * size
 
 
-def _on_span(heads: list[_Head], tokens: Array) -> dict[str, Any]:
+def _on_span(heads: tuple[Head, ...], tokens: Array) -> dict[str, Any]:
     """Heads and tokens on the span that the heads see, values up to an isometry and scaled: norms do not change."""
-    A, V, c = (np.stack([getattr(head, name) for head in heads]) for name in "AVc")
+    A, c = (np.stack([getattr(head, name) for head in heads]) for name in "Ac")
+    values = [_values(head) for head in heads]
+    V = np.stack([M for M, _ in values])
     size = float(np.abs(V).max(initial=0.0))
     scale = math.ldexp(1.0, min(math.frexp(size)[1], 1023)) if size > 0.0 else 1.0
     V = V / scale
@@ -312,14 +292,17 @@ def _on_span(heads: list[_Head], tokens: Array) -> dict[str, Any]:
         small += 2.0 * missed
     stack = np.concatenate(list(np.swapaxes(V, 1, 2)))  # a common isometry of the outputs: rotate onto their span
     V = np.swapaxes(triangular(stack.T).T.reshape(len(V), V.shape[2], -1), 1, 2)
-    made = [Made(sizes, width, small, head.a, head.v / scale, head.dc) for head in heads]
+    made = [
+        Made(sizes, width, small, form_error(head), lost / scale, head.shift)
+        for head, (_, lost) in zip(heads, values, strict=True)
+    ]
     return {"A": A, "V": V, "c": c, "X": tokens, "Y": y, "made": made, "scale": scale}
 
 
 def _near_tokens(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    odd = next((h for h, _ in single_heads(attention) if not isinstance(h, SoftmaxAttention)), None)
-    if odd is not None:
-        return f"every head must be SoftmaxAttention, received {type(odd).__name__}"
+    odd = next((h.map for h in heads_of(attention) or () if not isinstance(h.map, SoftmaxAttention)), None)
+    if odd is not None or not heads_of(attention):
+        return f"every head must be SoftmaxAttention, received {type(odd or attention).__name__}"
     if not isinstance(domain, NearTokens):
         return f"domain must be the tokens near given ones (relaxations.near_tokens), received {domain!r}"
     return None if n == len(domain.points) else f"n must be {len(domain.points)}, the number of tokens, received {n}"

@@ -3,7 +3,8 @@ r"""Certificates of second order: how much a map stretches the measure of given 
 Let mu be the measure of tokens X with equal masses, and nu one of n equal atoms with ``W_2(mu, nu) <= rho``. An optimal matching
 of equal atoms is a permutation, so nu is the measure of ``X + D`` with ``|D|_F = sqrt(n) W_2(mu, nu) <= r := sqrt(n) rho``
 when its atoms are numbered rightly; the map does not see the numbers (masked maps do: for them the tokens are sequences,
-atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`` itself). Splitting of atoms is excluded.
+atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`` itself). Splitting of atoms is excluded: every
+statement here is among measures of n equal atoms, as the certificate's domain says, and not about any measure near mu.
 
 - kind "pairs": ``W_2(F mu, F nu) <= |F(X + D) - F(X)|_F / sqrt(n) <= L W_2(mu, nu)``, L the stretch of the chain
   (:mod:`~otattn.lipschitz.near.stack`) at r.
@@ -16,8 +17,8 @@ atoms are compared place by place, and the statement is about ``|.|_F / sqrt(n)`
 Both tend to the exact local constant ``||D_X F||`` as rho -> 0, and hold for each token moved by at most rho.
 
 What is proved: for attention alone, n d up to 2048 coordinates or one map whose Gram matrix fits, everything with rounding
-counted ("proved"). Token-wise maps have margins: suprema of third and fourth derivatives of GELU through tanh, SiLU and tanh are
-maxima on a grid, rounded up, and LayerNorm allows 1e-10 for rounding ("margins"). For longer stacks the norms of the partial
+counted ("proved"). Token-wise maps have margins: the suprema of the activations' derivatives are proved, but the rounding of
+their values, and of LayerNorm (1e-10), is allowed for and not enclosed ("margins"). For longer stacks the norms of the partial
 products are bounded by Lanczos iterations that fail with a stated probability over their random starts, under the model of
 rounding of :func:`~otattn.operators.spectral_norm_bounds`; derivatives and remainders are as before ("probabilistic").
 ``details["how"]`` says which.
@@ -45,7 +46,7 @@ from otattn.lipschitz.near.stack import Chain
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
-__all__ = ["certified_radius", "certify"]
+__all__ = ["certified_constants", "certified_radius", "certify"]
 
 Array = NDArray[np.float64]
 Kind = Literal["pairs", "constant"]
@@ -58,17 +59,17 @@ def certify(map: AttentionMap, tokens: ArrayLike, *, radius: float, p: float = 2
     Parameters
     ----------
     map : AttentionMap
-        Softmax heads, one or several, masked or not; LayerNorm, RMSNorm, MLP; Residual, Compose and TransformerBlock
-        of these.
+        Softmax or rotary heads, one or several, masked or not; LayerNorm, RMSNorm, MLP, FeedForward; Residual, Compose,
+        TransformerBlock and ``model.map()`` of these, one in the other.
     tokens : array_like (n, d)
-        Equal masses. For masked maps a sequence.
+        Equal masses. For masked and rotary maps a sequence.
     radius : float
         Of the ball in W_2, ``|D|_F / sqrt(n)``. It holds the configurations whose tokens move by at most ``radius`` each.
     p : float
         2.
     kind : {"pairs", "constant"}
         "pairs": ``W_2(F mu, F nu) <= L W_2(mu, nu)``, mu the tokens' measure, for every nu of n equal atoms in the ball.
-        "constant": for any two measures of n equal atoms in the ball.
+        "constant": for any two measures of n equal atoms in the ball. Neither says anything of measures in which atoms split.
 
     Returns
     -------
@@ -151,6 +152,13 @@ def certified_radius(
             ratio = high / low if low > 0.0 else 16.0
     near = NearMeasure(statement.domain.points, low)
     return _certificate(Statement(map, near, statement.n, 2.0, {}), chain, kind)
+
+
+def certified_constants(map: AttentionMap, tokens: ArrayLike, radii: ArrayLike, *, kind: Kind = "pairs") -> Array:
+    """The values of :func:`certify` at many radii, inf where nothing is proved."""
+    found = [_statement(map, tokens, float(rho), 2, kind) for rho in np.atleast_1d(np.asarray(radii, dtype=np.float64))]
+    chain = _chain(found[0])
+    return np.array([_value(chain, s.domain.points, s.domain.radius, kind, map.causal) for s in found])
 
 
 def _statement(map: Any, tokens: Any, radius: float, p: float, kind: str) -> Statement:
@@ -241,7 +249,7 @@ def _near(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
 @theorem(
     "second_order",
     statement="||J|| + C r + r^2 int (1 - s) D3(s r) ds, r = sqrt(n) radius; for stacks by norms of partial products",
-    hypotheses="softmax heads, token-wise maps, residuals and compositions; measures of n equal atoms near given tokens; p = 2",
+    hypotheses="softmax and rotary heads, token-wise maps, residuals, compositions; n equal atoms near given tokens; p = 2",
     applies=every(order_two, _near),
     closed=False,
     rigorous=False,

@@ -172,11 +172,12 @@ def test_balls_in_balls():
     assert domain_contains(NearMeasure(X, 1.0), NearMeasure(X, 0.5)) is None
     assert domain_contains(NearMeasure(X, 0.5), NearMeasure(X, 1.0)) is not None
     assert domain_contains(NearMeasure(X, 0.5), NearMeasure(X + 1.0, 0.1)) is not None
-    assert repr(NearMeasure(X, 0.5)) == "NearMeasure(n=5, d=3, radius=0.5)"
+    assert repr(NearMeasure(X, 0.5)) == "NearMeasure(n=5 equal atoms, d=3, radius=0.5)"
+    assert "n=5 equal atoms" in str(oa.certify(HEAD, X, radius=1e-3).domain)  # splitting is not covered, and it says so
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"softmax heads.*received L2Attention"):
+    with pytest.raises(ValueError, match=r"softmax and rotary heads.*received L2Attention"):
         oa.certify(oa.L2Attention(A, A, V), X, radius=0.1)
     with pytest.raises(ValueError, match="received str"):
         oa.certify("map", X, radius=0.1)
@@ -213,3 +214,52 @@ def test_two_equal_heads_are_twice_one(outputs):
         assert two == pytest.approx(2.0 * one, rel=0.05)  # the part of A may be counted head by head
         assert two >= 2.0 * one * (1 - 1e-9)
     assert near_tokens(twice, X, 1e-3).value == pytest.approx(2.0 * near_tokens(HEAD, X, 1e-3).value, rel=1e-3)
+
+
+EDGES = {
+    "one": X[:1],
+    "equal": np.repeat(X[:1], 3, axis=0),
+    "zero": np.zeros((3, 3)),
+    "far": X[:3] + 1e8,
+    "huge": 1e25 * X[:3],
+    "tiny": 1e-150 * X[:3],
+}
+ODD = {
+    "no logits": oa.SoftmaxAttention(np.zeros((3, 3)), V),
+    "no values": oa.SoftmaxAttention(A, 0.0 * V),
+    "huge values": oa.SoftmaxAttention(A, 1e100 * V),
+    "tiny values": oa.SoftmaxAttention(A, 1e-200 * V),
+    "hot": oa.SoftmaxAttention(1e6 * A, V),
+    "cold": oa.SoftmaxAttention(1e-200 * A, V),
+    "rotary": oa.RotaryAttention(W.T, V, V, base=10.0),
+    "block": BLOCK,
+}
+
+
+@pytest.mark.parametrize("tokens", EDGES)
+@pytest.mark.parametrize("name", ODD)
+def test_edges(name, tokens):
+    """Where numbers vanish, overflow or coincide a certificate is above what moves do, or there is none."""
+    attention, x = ODD[name], EDGES[tokens]
+    generator = np.random.default_rng(0)
+    for rho, kind in ((1e-12, "constant"), (1e-3, "pairs"), (1e25, "constant")):
+        try:
+            bound = oa.certify(attention, x, radius=rho, kind=kind)
+        except CertificateError:
+            continue
+        assert norm(attention, x) <= bound.value * (1 + 1e-9)
+        D = generator.standard_normal(x.shape)
+        D *= rho * np.sqrt(len(x)) / np.linalg.norm(D)
+        if rho > 1e-7 * max(np.abs(x).max(), 1e-3):  # else float differences say nothing
+            moved = np.linalg.norm((attention.on_tokens(x + D) - attention.on_tokens(x)) / np.linalg.norm(D))
+            assert moved <= bound.value * (1 + 1e-6)
+
+
+def test_one_dimension():
+    x = np.array([[0.3], [-1.0], [0.3]])
+    for attention in (oa.SoftmaxAttention([[1.5]], [[-2.0]]), oa.MLP([[2.0]], [0.1], [[1.0]], activation="tanh")):
+        for kind in ("pairs", "constant"):
+            bound = oa.certify(attention, x, radius=1e-2, kind=kind)
+            assert norm(attention, x) <= bound.value <= 1.2 * norm(attention, x)
+            moved = attention.on_tokens(x + 1e-2) - attention.on_tokens(x)
+            assert np.linalg.norm(moved) <= bound.value * np.sqrt(3) * 1e-2 * (1 + 1e-12)
