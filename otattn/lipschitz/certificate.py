@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 from numpy.linalg import LinAlgError
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
@@ -27,7 +27,6 @@ from otattn.lipschitz.theorem import check_count
 
 __all__ = ["Certificate", "Statement", "certify", "certify_value", "dual_function", "multiplier", "problem_function"]
 
-Array = NDArray[np.float64]
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], Any]
 
 

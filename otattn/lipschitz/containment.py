@@ -7,15 +7,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.measures import DiscreteMeasure
 from otattn.measures.domains import Ball, Box, Ellipsoid, PointSet
 
 __all__ = ["NearMeasure", "NearTokens", "domain_contains"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

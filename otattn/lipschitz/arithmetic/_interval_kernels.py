@@ -24,11 +24,11 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from otattn._linalg import Array
 
 __all__ = ["KERNELS", "Increasing", "Pair", "matmul", "power", "repaired", "xlogx"]
 
-Array = NDArray[np.float64]
 Pair = tuple[Array, Array]
 
 EPS = 2.0**-52

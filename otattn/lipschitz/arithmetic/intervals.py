@@ -17,15 +17,13 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from numpy.typing import NDArray
 from scipy import special
 
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic._interval_kernels import KERNELS, Pair, power, repaired, xlogx
 from otattn.lipschitz.arithmetic._interval_truth import Truth
 
 __all__ = ["Interval", "Truth", "dispatch", "is_interval", "lift", "lower", "upper", "xlogy"]
-
-Array = NDArray[np.float64]
 
 
 def _pair(x: Any) -> Pair:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import lambda_max_upper, mid, norm_upper, spectral_norm
+from otattn._linalg import EPS, Array, lambda_max_upper, mid, norm_upper, spectral_norm
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import product
@@ -32,7 +32,7 @@ from otattn.lipschitz.certificate import (
     multiplier,
     problem_function,
 )
-from otattn.lipschitz.constants._dual_quadratic import EPS, triangular
+from otattn.lipschitz.constants._dual_quadratic import triangular
 from otattn.lipschitz.constants._field_plane import best_edge_point, plane_field
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import softmax_head
@@ -41,7 +41,6 @@ from otattn.measures import Box, DiscreteMeasure, PointSet
 
 __all__ = ["box_field", "points_field", "unit_pair"]
 
-Array = NDArray[np.float64]
 # boxes: up to this dimension through their vertices, which is tighter than the semidefinite program
 _VERTEX_LIMIT = 12
 # and beyond this one by a low-rank ascent instead of an interior-point method

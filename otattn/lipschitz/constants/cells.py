@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from otattn._linalg import Array
 
 __all__ = ["Maximum", "boxes", "maximise", "proved_below"]
 
-Array = NDArray[np.float64]
 CellBound = Callable[[Array, Array], Array | tuple[Array, Array]]
 
 HOPELESS = 0.05

@@ -22,9 +22,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
+from otattn._linalg import EPS, Array, mid, norm_upper, product_error, spectral_norm, symmetrize
 from otattn.attention import AttentionMap
 from otattn.lipschitz.certificate import (
     Certificate,
@@ -35,7 +34,6 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import (
-    EPS,
     box_maximum,
     box_multipliers,
     box_sdp_constraint,
@@ -51,7 +49,6 @@ from otattn.measures import Box, Domain
 
 __all__ = ["column_exponent"]
 
-Array = NDArray[np.float64]
 # with the data normalised kappa <= 2, so 1 / (4 nu) <= 2; and nu / 4 - 1 <= kappa
 _LOW, _HIGH = 0.125, 12.0
 

@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn._linalg import product_error
+from otattn._linalg import EPS, Array, product_error
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import product
 from otattn.lipschitz.certificate import (
@@ -34,7 +33,7 @@ from otattn.lipschitz.certificate import (
     multiplier,
     problem_function,
 )
-from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, triangular
+from otattn.lipschitz.constants._dual_quadratic import row_span, triangular
 from otattn.lipschitz.constants._field_hull import box_field, points_field, unit_pair
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
@@ -44,8 +43,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
 
 __all__ = ["field_certificate"]
-
-Array = NDArray[np.float64]
 
 
 @theorem(

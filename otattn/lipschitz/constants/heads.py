@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention.head import Head, check_sizes, heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.rounding import top
@@ -15,8 +15,6 @@ from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Ball, Domain, Ellipsoid
 
 __all__ = ["Round", "check_domain", "enclosing_round", "softmax_head"]
-
-Array = NDArray[np.float64]
 
 
 class Round(NamedTuple):

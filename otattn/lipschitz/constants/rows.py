@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import least, log, safe_exp, top, up
 
 __all__ = ["density_constant", "density_constant_p", "hoelder_constant", "row_norm", "two_largest"]
 
-Array = NDArray[np.float64]
 CELLS = 1024
 
 

@@ -33,10 +33,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import mid, norm_upper, product_error, spectral_norm
+from otattn._linalg import EPS, Array, mid, norm_upper, product_error, spectral_norm
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
@@ -50,7 +49,6 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import (
-    EPS,
     box_maximum,
     box_sdp_constraint,
     row_span,
@@ -67,8 +65,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, Box, Domain
 
 __all__ = ["row_certificate", "self_entropy"]
-
-Array = NDArray[np.float64]
 
 
 @theorem(

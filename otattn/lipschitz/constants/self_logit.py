@@ -31,11 +31,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import lambertw
 
 from otattn import _validate as check
-from otattn._linalg import bordered, mid, norm_upper, spectral_norm_upper
+from otattn._linalg import EPS, Array, bordered, mid, norm_upper, spectral_norm_upper
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
@@ -57,10 +56,6 @@ __all__ = [
     "spread_region",
     "unit_numbers",
 ]
-
-Array = NDArray[np.float64]
-
-_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +127,7 @@ def unit_numbers(attention: Any, domain: Domain | float, *, exact: bool = False)
     if not exact:
         A, c = check.frozen(A), check.frozen(c)
     # two roundings in each entry of A, one in those of c
-    rounded = 0.0 if exact else _EPS * (float(norm_upper(c)) + 4.0 * float(norm_upper(A)))
+    rounded = 0.0 if exact else EPS * (float(norm_upper(c)) + 4.0 * float(norm_upper(A)))
     return UnitNumbers(
         A,
         c,
@@ -173,7 +168,7 @@ class SelfLogit:
         S, M = 0.5 * (A + A.T), A.T @ A
         a = top(head.a)
         nu, gap = np.broadcast_arrays(np.atleast_1d(nu).astype(float), np.atleast_1d(gap).astype(float))
-        slack = 16 * len(S) * _EPS * (np.abs(nu) * a**2 + a)
+        slack = 16 * len(S) * EPS * (np.abs(nu) * a**2 + a)
         # g within noise of A z + c moves <g, z> by at most noise, and |g|^2 by noise (2 |g| + noise)
         loose = head.noise * (1.0 + np.abs(nu) * (2.0 * top(head.top) + head.noise))
         lam, const = np.empty(len(nu)), np.zeros(len(nu))

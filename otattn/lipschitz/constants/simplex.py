@@ -27,10 +27,10 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import lambda_max_upper, symmetrize
+from otattn._linalg import EPS, Array, lambda_max_upper, symmetrize
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift
@@ -43,13 +43,10 @@ from otattn.lipschitz.certificate import (
     multiplier,
     problem_function,
 )
-from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
 from otattn.lipschitz.theorem import theorem
 
 __all__ = ["IntervalSimplex", "interval_simplex", "threshold_bounds"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap, SoftmaxAttention
@@ -21,7 +20,6 @@ from otattn.measures import Domain, SpaceTimeMeasure
 
 __all__ = ["adversarial_tokens", "lipschitz_lower_bound"]
 
-Array = NDArray[np.float64]
 Method = Literal["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"]
 METHODS = get_args(Method)
 

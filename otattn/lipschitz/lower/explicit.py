@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.errors import ConvergenceError
 from otattn.lipschitz.lower import mean_field_witnesses as mean_field
 from otattn.lipschitz.lower import witnesses
@@ -23,8 +23,6 @@ from otattn.lipschitz.lower.problem import Problem
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
 __all__ = ["Layout", "search_explicit"]
-
-Array = NDArray[np.float64]
 
 _SIZE = {"fast": (8, 5, 25), "deep": (40, 12, 80)}
 """Random starts of each kind, how many of the best are ascended, steps each."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import (
     AttentionMap,
     Compose,
@@ -24,7 +24,6 @@ from otattn.measures import Ball, Domain
 
 __all__ = ["Effort", "Problem", "problem_of", "unmasked_map"]
 
-Array = NDArray[np.float64]
 Effort = Literal["fast", "deep"]
 
 

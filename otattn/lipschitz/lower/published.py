@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
@@ -19,8 +20,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["castin2024_discrete_lower", "castin2024_large_radius", "castin2024_mean_field_lower"]
-
-Array = NDArray[np.float64]
 
 
 def _real_eigenvalue(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:

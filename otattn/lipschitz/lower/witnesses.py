@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention.head import Head
 from otattn.lipschitz.lower.ascent import Candidates, lbfgs
 from otattn.lipschitz.lower.charts import Chart, tangent
@@ -30,8 +30,6 @@ __all__ = [
     "two_anchor",
     "two_anchor_constant",
 ]
-
-Array = NDArray[np.float64]
 
 
 def _boundary(chart: Chart, y: Array) -> Array:

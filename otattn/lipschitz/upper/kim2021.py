@@ -7,10 +7,9 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import lambertw
 
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import Array, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
 from otattn.lipschitz.bound import Bound
@@ -21,7 +20,6 @@ from otattn.measures import Ball, DiscreteMeasure
 
 __all__ = ["kim2021_dot_product", "kim2021_l2"]
 
-Array = NDArray[np.float64]
 EXACT_RANK = 64
 """Ranks are decided in fractions up to this dimension; values of wider heads must not need it."""
 

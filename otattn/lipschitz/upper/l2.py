@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention
@@ -33,8 +32,6 @@ from otattn.lipschitz.upper.softmax import column_log, outward
 from otattn.measures.domains import Domain
 
 __all__ = ["l2_column_bound", "l2_row_bound"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
-from otattn._linalg import norm_upper
+from otattn._linalg import Array, norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
@@ -76,8 +75,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
 __all__ = ["mean_field"]
-
-Array = NDArray[np.float64]
 
 _THETAS = np.linspace(0.0, 1.0, 17)
 _MARGIN = 1e-12

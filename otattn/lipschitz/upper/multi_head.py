@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.attention.head import Head, with_values
 from otattn.attention.pointwise import PointwiseAttention
@@ -39,8 +39,6 @@ from otattn.lipschitz.upper.softmax import outward, softmax_bounds
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["head_with_values", "multi_head"]
-
-Array = NDArray[np.float64]
 
 
 @head_bounds.register(SoftmaxAttention)

@@ -74,10 +74,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import mid, norm_upper
+from otattn._linalg import Array, mid, norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
@@ -93,8 +92,6 @@ from otattn.lipschitz.upper.psd_search import Plan, add_rows, choose, refine
 from otattn.measures.domains import Domain
 
 __all__ = ["psd"]
-
-Array = NDArray[np.float64]
 
 _MARGIN = 5e-10, 1e-14
 """Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.cells import boxes
 from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
 
 __all__ = ["Columns", "Multipliers", "OwnShare", "OwnTerm"]
-
-Array = NDArray[np.float64]
 
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""

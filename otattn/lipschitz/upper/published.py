@@ -27,7 +27,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn._linalg import column_of, lambda_max_upper, norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap
@@ -50,8 +49,6 @@ __all__ = [
     "kim2021_dot_product",
     "kim2021_l2",
 ]
-
-Array = NDArray[np.float64]
 
 
 @theorem(

@@ -43,9 +43,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import least
@@ -59,8 +59,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
 __all__ = ["rows_and_columns"]
-
-Array = NDArray[np.float64]
 
 _CELLS = 20_000
 

@@ -34,11 +34,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import eigh
 from scipy.optimize import minimize
 
-from otattn._linalg import column_of, lambda_max_upper, norm_upper
+from otattn._linalg import EPS, Array, column_of, lambda_max_upper, norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
@@ -54,8 +53,6 @@ from otattn.lipschitz.upper.rows_and_columns import column_sum
 from otattn.measures.domains import Domain
 
 __all__ = ["two_tokens"]
-
-Array = NDArray[np.float64]
 
 _CELLS = 60_000
 _MARGIN = 1e-11
@@ -93,7 +90,7 @@ class _Forms:
         M = self.combination(nu, tau) - sum(wi * part for wi, part in zip(w, self.parts, strict=True))
         size = 10.0 + np.abs(nu).sum() + 4 * abs(tau) + w.sum()
         # entries are sums of d products of numbers of at most these sizes
-        noise = 0.0 if isinstance(M, BallMatrix) else 64.0 * len(M) * float(np.finfo(np.float64).eps) * size
+        noise = 0.0 if isinstance(M, BallMatrix) else 64.0 * len(M) * EPS * size
         noise += 40.0 * self.noise * size
         return float(np.maximum(0.0, top(lambda_max_upper(M)) + noise))  # a nan stays one: no bound then
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn.attention import (
     AttentionMap,
@@ -29,8 +28,6 @@ from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain, Ellipsoid
 
 __all__ = ["pointwise_bound"]
-
-Array = NDArray[np.float64]
 
 
 @theorem(
