@@ -31,6 +31,7 @@ __all__ = [
     "Quantity",
     "Theorem",
     "check_count",
+    "check_effort",
     "prove",
     "read_all",
     "resolve_domain",
@@ -65,7 +66,7 @@ THEOREMS: dict[str, Theorem] = {}
 """All theorems by key, in the order in which their modules are read."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Theorem(Saved):
     """One theorem.
 
@@ -97,16 +98,16 @@ class Theorem(Saved):
     key: str
     statement: str
     hypotheses: str
-    reference: str
-    kind: Literal["upper", "lower", "local"]
-    quantity: Quantity
-    closed: bool
-    measures: bool
-    rigorous: bool
-    everywhere: bool
-    proof: str
     applies: Reason
     evaluate: Evaluation
+    proof: str
+    reference: str = "otattn"
+    kind: Literal["upper", "lower", "local"] = "upper"
+    quantity: Quantity = "lipschitz"
+    closed: bool = True
+    measures: bool = False
+    rigorous: bool = True
+    everywhere: bool = False
 
     @property
     def published(self) -> bool:
@@ -147,51 +148,29 @@ class Theorem(Saved):
         }
 
 
-def theorem(
-    key: str,
-    *,
-    statement: str,
-    hypotheses: str,
-    applies: Reason,
-    reference: str = "otattn",
-    kind: Literal["upper", "lower", "local"] = "upper",
-    quantity: Quantity = "lipschitz",
-    closed: bool = True,
-    measures: bool = False,
-    rigorous: bool = True,
-    everywhere: bool = False,
-    count: int | None = None,
-) -> Callable[[Evaluation], PublicTheorem]:
+def theorem(key: str, *, count: int | None = None, **record: Any) -> Callable[[Evaluation], PublicTheorem]:
     """Register the function that evaluates a theorem; what it becomes is the function that users call.
 
     A closed form is ``(attention, domain, n, p, exact) -> Bound``. Others are ``(attention, domain, n, p, *, options) -> Bound``,
     their options keyword-only (``effort`` is passed on by the search for the best bound). ``count`` is the n that is meant when
-    none is given.
+    none is given; ``record`` are the fields of :class:`Theorem`.
     """
 
     def register(function: Evaluation) -> PublicTheorem:
         if key in THEOREMS:
             raise ValueError(f"key must be new, received {key!r}, which is registered already; choose another.")
         module = inspect.getmodule(function)
-        record = Theorem(
-            key,
-            statement,
-            hypotheses,
-            reference,
-            kind,
-            quantity,
-            closed,
-            measures,
-            rigorous,
-            everywhere,
-            "" if module is None else module.__name__,
-            applies,
-            function,
-        )
-        THEOREMS[key] = record
-        return _public(record, count)
+        proof = "" if module is None else module.__name__
+        THEOREMS[key] = Theorem(key=key, evaluate=function, proof=proof, **record)
+        return _public(THEOREMS[key], count)
 
     return register
+
+
+def check_effort(effort: Any) -> None:
+    """Refuse what is neither "fast" nor "deep"."""
+    if effort not in ("fast", "deep"):
+        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
 
 
 _PARAMETERS = """
@@ -244,9 +223,11 @@ def _public(record: Theorem, default: int | None) -> PublicTheorem:
         parameters += "\n" + own_text
     else:
         head, rest = _first_section(text)
-    out.__doc__ = "\n\n".join(
-        part.strip("\n") for part in (head, parameters, inspect.cleandoc(_ERRORS), rest) if part.strip()
-    )
+    parts = [head, parameters, inspect.cleandoc(_ERRORS), rest]
+    if "\nReferences\n" not in text:
+        source = record.reference if record.published else "Our own theorem"
+        parts.append(f"References\n----------\n{source}; the proof is in :mod:`{record.proof}`.")
+    out.__doc__ = "\n\n".join(part.strip("\n") for part in parts if part.strip())
     return out
 
 
@@ -284,6 +265,7 @@ def _ask(
             raise TypeError(f"{record.key} takes no option, received {sorted(options)}.")
         return prove(record.key, attention, region, count, order)
     _check_applies(record, attention, region, count, order)
+    check_effort(options.get("effort", "fast"))
     found: Bound = record.evaluate(attention, region, count, order, **options)
     return found
 

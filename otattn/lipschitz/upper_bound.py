@@ -15,7 +15,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorems
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, unmasked
 from otattn.lipschitz.table import closed_bounds, table
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, resolve_domain
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, check_effort, resolve_domain
 from otattn.lipschitz.theorem import theorem as _theorem
 from otattn.lipschitz.upper.multi_head import head_with_values, multi_head
 from otattn.measures import Domain
@@ -40,8 +40,7 @@ def upper_bounds(
 
     A relaxation whose certificate cannot be repaired is left out: the closed forms need no solver.
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f'effort must be "fast" or "deep", received {effort!r}.')
+    check_effort(effort)
     region = resolve_domain(radius, domain, attention.in_dim)
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]

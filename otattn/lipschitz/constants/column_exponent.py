@@ -93,10 +93,6 @@ def column_exponent(
     >>> from otattn.attention import SoftmaxAttention
     >>> round(column_exponent(SoftmaxAttention(np.eye(3), np.eye(3)), radius=2.0).value, 6)
     1.0
-
-    References
-    ----------
-    Our own theorem (column sums); the proof is in the docstring of this module.
     """
     statement = Statement(attention, domain, n, p)
     return _box(statement, solver, max_iter) if isinstance(domain, Box) else _round(statement, solver, max_iter)

@@ -89,10 +89,6 @@ def field_certificate(
     >>> bound = field_certificate(SoftmaxAttention([[1.0]], [[2.0]]), domain=Box([-1.0], [3.0]))
     >>> round(bound.value, 5)
     8.0
-
-    References
-    ----------
-    Our own theorem (field part); the proof is in the docstring of this module.
     """
     statement = Statement(attention, domain, n, p)
     if isinstance(domain, PointSet):

@@ -100,10 +100,6 @@ def self_entropy(
     >>> head = SoftmaxAttention(np.eye(2), np.eye(2))
     >>> round(self_entropy(head, radius=10.0, n=1).value, 4)  # a single token: |g|^2 (R^2 - |x|^2)
     2500.0
-
-    References
-    ----------
-    Our own theorem (self-token entropy); the proof is in the docstring of this module.
     """
     return _certificate("self_entropy", Statement(attention, domain, n, p), solver, max_iter)
 
@@ -135,10 +131,6 @@ def row_certificate(
     >>> from otattn.attention import SoftmaxAttention
     >>> round(row_certificate(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), radius=1.0, n=8).value, 6)
     1.0
-
-    References
-    ----------
-    Our own theorems (row constant, self-token entropy); the proofs are in the docstring of this module.
     """
     return _certificate("row_certificate", Statement(attention, domain, n, p), solver, max_iter)
 

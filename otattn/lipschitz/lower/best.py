@@ -16,6 +16,7 @@ from otattn.lipschitz.lower.explicit import Layout, search_explicit
 from otattn.lipschitz.lower.problem import Effort, Problem, problem_of, unmasked_map
 from otattn.lipschitz.lower.search import search_measures, search_tokens
 from otattn.lipschitz.lower.sequences import search_chains, search_sequences
+from otattn.lipschitz.theorem import check_count, check_effort
 from otattn.measures import Domain, SpaceTimeMeasure
 
 __all__ = ["adversarial_tokens", "lipschitz_lower_bound"]
@@ -255,9 +256,8 @@ def lipschitz_lower_bound(
     order = check.check_order(p)
     if order not in (1.0, 2.0, np.inf):
         raise ValueError(f"p must be 1, 2 or inf for a witnessed lower bound, received {p!r}; use one of these.")
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    count = None if n is None else check.count(n, "n")
+    check_effort(effort)
+    count = check_count(n)
     problem = problem_of(attention, radius=radius, domain=domain, n=count, p=order, effort=effort)
     search = _best_measure if n is None else _best_tokens
     witness, value, details = search(problem, check.rng_from(rng))

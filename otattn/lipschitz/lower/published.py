@@ -57,10 +57,6 @@ def castin2024_discrete_lower(attention: AttentionMap, domain: Ball, count: int,
     -------
     Bound
         kind "lower", with the witness (a measure of two atoms whose weights are multiples of 1/n).
-
-    References
-    ----------
-    [CAP24] section 3, lower bounds.
     """
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
@@ -111,10 +107,6 @@ def castin2024_mean_field_lower(attention: AttentionMap, domain: Ball, n: None, 
     Bound
         kind "lower"; ``details["witness_value"]`` is the witness's whole entry, never smaller. The witness is None where s is
         0, and above 354, where a float does not hold all digits of q.
-
-    References
-    ----------
-    [CAP24] section 3, lower bounds.
     """
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)

@@ -106,12 +106,7 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
     ``2 sum_j P_ij |y_j - m_i| |D_j| <= 2 (tr C_i)^{1/2} tau^{1/2} <= 2 tau``. So each row has norm at most
     ``4 tau + 1`` and n rows ``sqrt(n)`` times that. A causal mask leaves fewer others in each row, and the
     proof as it is.
-
-    References
-    ----------
-    [KPM21] Theorem 3.2 (constant re-derived here, see above).
     """
-    """On all of ``R^d`` (``domain`` None)."""
     tau = up(float(lambertw((n - 1) / math.e).real))
     heads, inner = _l2_heads(attention), unmasked(attention)
     total = sum(_tied_norm(head) ** 2 for head in heads)
@@ -164,10 +159,6 @@ def kim2021_dot_product(attention: AttentionMap, domain: Ball | None, count: int
         kind "lower", with the witness: a measure of two or three atoms whose weights are multiples of
         ``1/n``. For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||`` is
         returned.
-
-    References
-    ----------
-    [KPM21] Theorem 3.1.
     """
     form, key = softmax_head(attention).on_span(), "kim2021_dot_product"
     if not form.A.any() or not form.V.any():

@@ -99,10 +99,6 @@ def l2_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: floa
     mean of the two: the term in g is bounded as for softmax by ``phi^2``, and ``-2 p q tau <u, H delta> <=
     p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
     ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
-
-    References
-    ----------
-    otattn, L2 row bound.
     """
     assert n is not None
     (head,) = parts_of(attention, exact=exact)
@@ -138,10 +134,6 @@ def l2_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: f
     xbar> - |K x_j|^2 + E_alpha |K x|^2`` with ``A = 2 K^T Q``. Here ``2 <Q xbar + o, K x_j> - |K x_j|^2 <=
     |Q xbar + o|^2``, and ``E_alpha |K x|^2 <= |K xbar|^2 + ||K||^2 (R^2 - |xbar|^2)``; what is left is
     kappa.
-
-    References
-    ----------
-    otattn, L2 column bound.
     """
     (head,) = parts_of(attention, exact=exact)
     return _column(_numbers(head, Region.of(domain, exact=exact)), domain, n, p, head.causal)

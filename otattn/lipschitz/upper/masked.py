@@ -46,10 +46,6 @@ def masked_column_bound(attention: AttentionMap, domain: Domain, n: int | None, 
 
     Proof. That of ``column_bound``, with the column sums ``sum_{i >= j} P_ij <= S_n``: a row of i tokens
     whose logits differ by at most 2 t has weights of at most ``1 / (1 + (i-1) e^{-2t})``.
-
-    References
-    ----------
-    otattn, masked column bound.
     """
     assert n is not None
     return _masked_column(seen_by(attention, domain, exact=exact), n, p)
@@ -107,10 +103,6 @@ def masked_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: 
     Proof. The squared norm of K is at most the sum over rows of their squared norms from ``R^{i d}``. A row
     of i tokens has norm at most ``phi(t)``, and at most ``Psi_i / sqrt(i)``, since ``Psi_i`` bounds it from
     ``L^2`` of the i equal atoms that it sees.
-
-    References
-    ----------
-    otattn, masked row bound.
     """
     assert n is not None
     return _masked_row(seen_by(attention, domain, exact=exact), n)
@@ -167,10 +159,6 @@ def masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None,
     at most E. By Hardy's inequality for averages, which holds for every measure on times (Copson), ``||M
     h||_q <= q/(q-1) ||h||_q`` with ``q = p/r > 1``, so ``||K eps||_p <= N_r E^{1/r} (q/(q-1))^{1/r}
     ||eps||_p``.
-
-    References
-    ----------
-    otattn, masked average bound.
     """
     return _masked_average(seen_by(attention, domain, exact=exact), n, p)
 

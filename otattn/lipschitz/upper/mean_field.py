@@ -339,8 +339,6 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     >>> bound.value < 27, bound.verify()
     (True, True)
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
     head = numbers_of(statement)
     if head.v == 0.0:

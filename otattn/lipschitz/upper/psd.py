@@ -239,13 +239,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     >>> bound = psd(SoftmaxAttention([[4.0]], [[1.0]]), radius=1.0, n=2, effort="fast")
     >>> bound.value < 4, bound.verify()
     (True, True)
-
-    References
-    ----------
-    Our own theorem; the proof is in the docstring of this module.
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
     head = numbers_of(statement)
     if head.v == 0.0 or (head.a == 0.0 and head.centred):

@@ -61,20 +61,11 @@ __all__ = [
 def castin2024_discrete(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
     r"""Upper bound for n tokens: ``sqrt(3) v (||A||^2 R^4 (4 n + 1) + n)^{1/2}``.
 
-    Returns
-    -------
-    Bound
-        kind "upper".
-
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
     >>> castin2024_discrete(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1)
     Bound(upper 4.24264, p=2, n=1, castin2024_discrete)
-
-    References
-    ----------
-    [CAP24] Theorem 3.3.
     """
     return _castin("castin2024_discrete", attention, domain, n, exact)
 
@@ -87,12 +78,7 @@ def castin2024_discrete(attention: AttentionMap, domain: Ball, n: int | None, p:
     reference="[CAP24] section 4",
 )
 def castin2024_masked(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
-    """Upper bound for n tokens under the causal mask: the formula of :func:`castin2024_discrete`.
-
-    References
-    ----------
-    [CAP24] section 4 (masked attention).
-    """
+    """Upper bound for n tokens under the causal mask: the formula of :func:`castin2024_discrete`."""
     return _castin("castin2024_masked", attention, domain, n, exact)
 
 

@@ -56,10 +56,6 @@ def rotary_row_bound(attention: RotaryAttention, domain: Domain, n: int | None, 
     >>> head = RotaryAttention(np.eye(2), np.eye(2), np.eye(2))
     >>> rotary_row_bound(head, radius=1.0, n=1).value
     1.000...
-
-    References
-    ----------
-    otattn, rotary row bound.
     """
     assert n is not None
     check_sizes(attention)

@@ -314,8 +314,6 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     >>> bound.value < 12, bound.verify()   # the published bound is 20.9
     (True, True)
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     deep = effort == "deep"
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
     statement = Statement(attention, domain, n, p)

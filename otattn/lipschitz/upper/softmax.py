@@ -73,10 +73,6 @@ def field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float
     >>> from otattn.attention import SoftmaxAttention
     >>> field_bound(SoftmaxAttention([[2.0]], [[3.0]]), radius=2.0).value
     24.000...
-
-    References
-    ----------
-    otattn, field part.
     """
     seen = seen_by(attention, domain, exact=exact)
     return _bound(log(seen.sigma), "field_bound", seen, n, p, {})
@@ -112,10 +108,6 @@ def column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     -------
     Bound
         kind "upper"; ``details["kappa"]``.
-
-    References
-    ----------
-    otattn, column sums.
     """
     seen = seen_by(attention, domain, exact=exact)
     return _bound(column_log(seen.kappa, 2.0 * seen.t, n), "column_sum", seen, n, p, {"kappa": seen.kappa})
@@ -157,10 +149,6 @@ def row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, 
     >>> from otattn.attention import SoftmaxAttention
     >>> row_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1).value
     1.000...
-
-    References
-    ----------
-    otattn, row bound.
     """
     assert n is not None
     return row_bound_of(seen_by(attention, domain, exact=exact), n)
@@ -203,10 +191,6 @@ def column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: floa
     >>> from otattn.attention import SoftmaxAttention
     >>> column_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=2.0, p=float("inf")).value  # 4 + sqrt(17)
     8.123105...
-
-    References
-    ----------
-    otattn, column bound.
     """
     return column_bound_of(seen_by(attention, domain, exact=exact), n, p)
 
@@ -238,10 +222,6 @@ def density_bound(attention: AttentionMap, domain: Domain, n: int | None, p: flo
 
     ``Psi_p`` bounds each row from ``L^p(mu)`` through the largest density of its weights and their
     variance, which cannot both be large: :func:`otattn.lipschitz.constants.rows.density_constant`.
-
-    References
-    ----------
-    otattn, density bound.
     """
     return _density(seen_by(attention, domain, exact=exact), n, p)
 

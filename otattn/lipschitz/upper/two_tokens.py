@@ -232,13 +232,7 @@ def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, eff
     >>> bound = two_tokens(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), radius=1.0)
     >>> bound.value < 6.0, bound.verify()   # the general bounds give 18
     (True, True)
-
-    References
-    ----------
-    Our own theorem; the proof is in the docstring of this module.
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
     head = numbers_of(statement)
     if head.v == 0.0:

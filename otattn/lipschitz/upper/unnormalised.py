@@ -54,10 +54,6 @@ def pointwise_bound(attention: AttentionMap, domain: Domain, n: int | None, p: f
     --------
     >>> pointwise_bound(LinearAttention([[1.0]], [[1.0]]), radius=1.0).value
     3.000...
-
-    References
-    ----------
-    otattn, unnormalised bound.
     """
     (head,) = parts_of(attention, exact=exact)
     return _of_head(head, Region.of(domain, exact=exact), n, p)
