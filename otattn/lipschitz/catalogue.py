@@ -8,7 +8,7 @@ from typing import Any
 from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
-from otattn.lipschitz.theorem import THEOREMS, Theorem, read_all
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, read_all
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["Catalogue", "theorems"]
@@ -87,8 +87,7 @@ def theorems(
         return Catalogue(records)
     if not isinstance(attention, AttentionMap):
         raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
-    if n is not None:
-        check.count(n, "n")
+    check_count(n)
     order = check.check_order(p)
     if radius is not None and domain is not None:
         raise ValueError("at most one of radius and domain must be given, received both.")

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from otattn._tabular import Result, plain
-from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
+from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.upper import published
+from otattn.lipschitz.table import closed_bounds
+from otattn.lipschitz.theorem import THEOREMS
 from otattn.lipschitz.upper_bound import Effort, lipschitz_upper_bound
-from otattn.measures import Domain
+from otattn.measures import Ball, Domain
 
 __all__ = ["EnclosureTable", "enclose_lipschitz", "enclosure_table", "published_upper"]
 
@@ -64,16 +65,11 @@ def enclose_lipschitz(
 
 def published_upper(attention: AttentionMap, *, radius: float, n: int | None) -> Bound | None:
     """The published W_2 upper bound for the map (B1, its masked form, or B3), None where there is none."""
-    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
-    if not isinstance(inner, SoftmaxAttention):
+    if not isinstance(attention.unmasked, SoftmaxAttention):
         return None
-    if isinstance(attention, MaskedAttention):
-        return None if n is None else published.castin2024_masked(attention, radius=radius, n=n)
-    mean_field = published.geshkovski2024_mean_field(attention, radius=radius)
-    if n is None:
-        return mean_field
-    discrete = published.castin2024_discrete(attention, radius=radius, n=n)
-    return discrete if discrete.value <= mean_field.value else mean_field
+    records = [record for record in THEOREMS.values() if record.published and record.kind == "upper"]
+    found = [b for record in records for b in closed_bounds(record, attention, Ball(radius), n, 2.0)]
+    return min(found, key=lambda b: b.log_value, default=None)
 
 
 @dataclass(frozen=True, eq=False)

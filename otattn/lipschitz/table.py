@@ -14,16 +14,12 @@ from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import largest_norm, see
-from otattn.lipschitz.lower import published as published_below
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, resolve_domain
-from otattn.lipschitz.upper import blocks, l2, masked, multi_head, published, rotary, unnormalised
-from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, read_all, resolve_domain
+from otattn.lipschitz.upper import published
+from otattn.lipschitz.upper.softmax import bound_of, bounds_of
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["BoundTable", "Crossover", "closed_bounds", "crossover", "table"]
-
-CLOSED = (l2, masked, published, published_below, rotary, multi_head, unnormalised, blocks)
-"""The modules whose theorems a table shows: they are registered when their modules are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +73,7 @@ def table(
     Bound(upper 1, p=2, n=1, column_bound)
     """
     region, count, order = resolve_domain(radius, domain, attention.in_dim), check_count(n), check.check_order(p)
+    read_all()
     found: list[Bound] = []
     for record in THEOREMS.values():
         if record.closed and record.quantity == "lipschitz":
@@ -149,9 +146,9 @@ def crossover(attention: AttentionMap, radius: float) -> Crossover:
         return float(b.log_value)
 
     mean = log_of(published.geshkovski2024_mean_field(attention, radius=radius))
-    ours = min(log_of(b) for b in softmax_bounds(seen, None, 2.0))
+    ours = min(log_of(b) for b in bounds_of(attention, seen, None, 2.0))
     first = _least(lambda n: log(published.castin_upper(form, radius, n)[0]), mean)
-    second = _least(lambda n: row_bound_of(seen, n).log_value, ours)
+    second = _least(lambda n: bound_of("row_bound", seen, n, 2.0).log_value, ours)
     return Crossover(first[0], second[0], first[1], second[1])
 
 

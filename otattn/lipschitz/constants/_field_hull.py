@@ -93,7 +93,7 @@ def box_field(statement: Statement, solver: str | None, max_iter: int | None) ->
     scale = 0.0 if units is None else product(*units)
     M1, M2 = V.T @ V, K.T @ K
     k = len(M1)
-    s, diagonal, proposal = 1.0, np.zeros(k), Proposal("none", "zero map", 0.0)
+    s, diagonal, proposal = 1.0, np.zeros(k), Proposal()
     step = np.ones(k)
     if scale > 0:
         s, diagonal, step, proposal = _low_rank_ascent(M1, M2, max_iter)
@@ -117,9 +117,7 @@ def box_field(statement: Statement, solver: str | None, max_iter: int | None) ->
         statement=statement,
         problem=problem,
         multipliers={"s": [s], "diagonal": diagonal},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
         **common,
     )
 
@@ -261,7 +259,7 @@ def _pairs(statement: Statement, max_iter: int | None, common: Mapping[str, Any]
     problem = _points_problem(statement)
     pairs, units = problem["pairs"], problem["units"]
     scale = 0.0 if units is None else product(*units)
-    s, proposal = 1.0, Proposal("none", "zero map", 0.0)
+    s, proposal = 1.0, Proposal()
     if units is not None:
         pairs = pairs / np.array(units)
 
@@ -276,9 +274,7 @@ def _pairs(statement: Statement, max_iter: int | None, common: Mapping[str, Any]
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
         **common,
     )
 

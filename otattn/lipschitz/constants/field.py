@@ -143,9 +143,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
         witness=DiscreteMeasure(np.stack([around.center + u, around.center - u])),
         details={"attained": attained},
         residuals={"to_attained": float(_round_dual(problem, {"s": np.array([s])})) - attained},
@@ -157,7 +155,7 @@ def _one_multiplier(
 ) -> tuple[float, Proposal]:
     """The minimiser of ``lambda_max(s M1 + M2 / s) / 2``; both of norm one, so it lies in [1/2, 2]."""
     if trivial:
-        return 1.0, Proposal("none", "zero map", 0.0)
+        return 1.0, Proposal()
     if solver is None:
 
         def value(t: float) -> float:

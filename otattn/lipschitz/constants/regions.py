@@ -127,6 +127,11 @@ class Seen:
         return out
 
     @property
+    def domain(self) -> Domain:
+        """The domain itself."""
+        return self.region.domain
+
+    @property
     def R(self) -> Any:
         """Radius of the centred region."""
         return self.region.radius

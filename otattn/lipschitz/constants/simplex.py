@@ -123,7 +123,7 @@ def interval_simplex(
     N, L, proposal = (
         np.zeros((y.shape[1],) * 2),
         np.zeros((len(y), y.shape[1], y.shape[1])),
-        Proposal("none", "", 0.0),
+        Proposal(),
     )
     if scale > 0:
         N, L, proposal = _sdp(z, low, high, solver, max_iter)
@@ -131,9 +131,7 @@ def interval_simplex(
         "interval_simplex",
         statement=statement,
         multipliers={"N": N, "L": L},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale**2,
+        **proposal.claims(scale**2),
         details={"attained": _attained(y - center, low, high, middle)},
     )
 

@@ -13,7 +13,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, evaluate, round_multiplicities
 from otattn.lipschitz.lower.explicit import Layout, search_explicit
-from otattn.lipschitz.lower.problem import Effort, Problem, problem_of, unmasked_map
+from otattn.lipschitz.lower.problem import Effort, Problem, problem_of
 from otattn.lipschitz.lower.search import search_measures, search_tokens
 from otattn.lipschitz.lower.sequences import search_chains, search_sequences
 from otattn.lipschitz.theorem import check_count, check_effort
@@ -132,7 +132,7 @@ def _structured(problem: Problem, method: str, rng: np.random.Generator) -> Cand
                 f"the others; received n = {n} and dimension {problem.chart.latent_dim}; use method='best'."
             )
         return Candidates.join(batches)
-    if not isinstance(unmasked_map(problem.attention), SoftmaxAttention) or n < 2:
+    if not isinstance(problem.attention.unmasked, SoftmaxAttention) or n < 2:
         raise ValueError(
             f"method {method!r} needs single-head softmax attention and n >= 2, received {name} and n = {n}; "
             "use method='ascent'."

@@ -178,27 +178,18 @@ def _ascend_tokens(
     groups = np.repeat(np.arange(c), counts) if layout.kind == "sequence" else np.arange(c)
     some = np.linalg.qr(rng.standard_normal((c * k, min(c * k, GRADIENT_LIMIT // 2))))[0].T
 
-    def one(x: Array) -> tuple[float, Array]:
-        omega = x.reshape(c, k)
-        z = chart.latents(omega)
-        found = layout.extremal(z, log_weights)[1]
-        if found is None or not found.value > 0.0:
-            return 700.0, np.zeros_like(x)
-        try:
-            if found.slope is None:
-                slope = some.T @ _differences(
-                    lambda y: layout.measure(chart.latents(y.reshape(c, k)), log_weights), found, x, some
-                )
-            else:
-                summed = np.zeros_like(z)
-                np.add.at(summed, groups, found.slope(z[groups]))
-                slope = chart.pull(omega, summed).ravel()
-        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return 700.0, np.zeros_like(x)
-        return -float(np.log(found.value)), -slope / found.value
+    def place(x: Array) -> tuple[Array, Array]:
+        return chart.latents(x.reshape(c, k)), log_weights
 
-    x = _climb(one, chart.parameters(latents).ravel(), steps)
-    return chart.latents(x.reshape(c, k)), log_weights
+    def slope(found: Extremal, x: Array) -> Array:
+        z = place(x)[0]
+        if found.slope is None:
+            return np.asarray(some.T @ _differences(lambda y: layout.measure(*place(y)), found, x, some))
+        summed = np.zeros_like(z)
+        np.add.at(summed, groups, found.slope(z[groups]))
+        return chart.pull(x.reshape(c, k), summed).ravel()
+
+    return place(_climb(layout, place, slope, chart.parameters(latents).ravel(), steps))
 
 
 def _differences(measure: Callable[[Array], Any], found: Extremal, x: Array, directions: Array) -> Array:
@@ -207,7 +198,24 @@ def _differences(measure: Callable[[Array], Any], found: Extremal, x: Array, dir
     return np.array([(found.functional(measure(x + STEP * e)) - base) / STEP for e in directions])
 
 
-def _climb(one: Callable[[Array], tuple[float, Array]], x0: Array, steps: int) -> Array:
+def _climb(
+    layout: Layout,
+    place: Callable[[Array], tuple[Array, Array]],
+    slope: Callable[[Extremal, Array], Array],
+    x0: Array,
+    steps: int,
+) -> Array:
+    """Ascend from ``x0``: ``place`` makes latents and log-weights of coordinates, ``slope`` the gradient of the constant there."""
+
+    def one(x: Array) -> tuple[float, Array]:
+        found = layout.extremal(*place(x))[1]
+        if found is None or not found.value > 0.0:
+            return 700.0, np.zeros_like(x)
+        try:
+            return -float(np.log(found.value)), -slope(found, x) / found.value
+        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
+            return 700.0, np.zeros_like(x)
+
     def objective(X: Array) -> tuple[Array, Array]:
         values, slopes = zip(*(one(x) for x in X), strict=True)
         return np.array(values), np.array(slopes)
@@ -230,19 +238,11 @@ def _ascend_along(
     else:
         subspace = np.eye(size)
 
-    def unpack(x: Array) -> tuple[Array, Array]:
+    def place(x: Array) -> tuple[Array, Array]:
         full = x0 + x @ subspace
         return chart.latents(full[: c * k].reshape(c, k)), full[c * k :] if free else log_weights
 
-    def one(x: Array) -> tuple[float, Array]:
-        z, lw = unpack(x)
-        found = layout.extremal(z, lw)[1]
-        if found is None or not found.value > 0.0:
-            return 700.0, np.zeros_like(x)
-        try:
-            slope = _differences(lambda y: layout.measure(*unpack(y)), found, x, np.eye(len(x)))
-        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return 700.0, np.zeros_like(x)
-        return -float(np.log(found.value)), -slope / found.value
+    def slope(found: Extremal, x: Array) -> Array:
+        return _differences(lambda y: layout.measure(*place(y)), found, x, np.eye(len(x)))
 
-    return unpack(_climb(one, np.zeros(len(subspace)), steps))
+    return place(_climb(layout, place, slope, np.zeros(len(subspace)), steps))

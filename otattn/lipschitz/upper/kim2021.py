@@ -14,7 +14,7 @@ from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens, unmasked
+from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
@@ -25,8 +25,8 @@ EXACT_RANK = 64
 
 
 def _l2_heads(attention: AttentionMap) -> tuple[AttentionMap, ...]:
-    inner = unmasked(attention)
-    return tuple(map(unmasked, inner.heads)) if isinstance(inner, MultiHeadAttention) else (inner,)
+    inner = attention.unmasked
+    return inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
 
 
 def _tied(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
@@ -108,7 +108,7 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
     proof as it is.
     """
     tau = up(float(lambertw((n - 1) / math.e).real))
-    heads, inner = _l2_heads(attention), unmasked(attention)
+    heads, inner = _l2_heads(attention), attention.unmasked
     total = sum(_tied_norm(head) ** 2 for head in heads)
     mix = 1.0
     if isinstance(inner, MultiHeadAttention):

@@ -48,7 +48,6 @@ from otattn import _validate as check
 from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
-from otattn.lipschitz.arithmetic.rounding import least
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._options import integer, number, trivial
@@ -56,22 +55,21 @@ from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_be
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
+from otattn.lipschitz.upper.softmax import column_log
 from otattn.measures.domains import Domain
 
-__all__ = ["rows_and_columns"]
+__all__ = ["Rows", "Search", "column_sum", "rows_and_columns"]
 
 _CELLS = 20_000
 
 
 def column_sum(n: int, kappa: Any) -> Any:
     """``T_n``, outward."""
-    if n == 1:
-        return 1.0
-    return least(float(n), (1.0 + 1.0 / (1.0 / (n - 1) + np.exp(-kappa))) * (1 + 1e-14))
+    return np.exp(column_log(kappa, math.inf, n)) * (1 + 1e-14)
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class Rows:
     """The row constants at the corners of the region: all arrays have one entry a corner.
 
     ``diagonal`` bounds ``|V C_i A| / v``. Floats, or intervals: then every method is exact.
@@ -84,14 +82,23 @@ class _Rows:
     T: Any
     atoms: int
 
+    @classmethod
+    def of(cls, problem: Mapping[str, Any], multipliers: Mapping[str, Array], family: SelfLogit | None = None) -> Rows:
+        """What the program knows of the rows; ``family`` spares the search from building it again at each step."""
+        head, n = problem["head"], problem["n"]
+        family = SelfLogit.of(head, multipliers) if family is None else family
+        gamma, spread = spread_region(head, n, family, multipliers["edges"])
+        diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
+        return cls(gamma, spread, diagonal, n, float(upper(column_sum(n, head.kappa))), problem["atoms"])
+
     @cached_property
     def omega(self) -> Any:
         """``1 + gamma^2 lam``."""
         return 1.0 + self.gamma**2 * self.spread
 
-    def intervals(self) -> _Rows:
+    def intervals(self) -> Rows:
         """The same numbers as intervals of length 0."""
-        return _Rows(lift(self.gamma), lift(self.spread), lift(self.diagonal), self.n, lift(self.T), self.atoms)
+        return replace(self, **{name: lift(getattr(self, name)) for name in ("gamma", "spread", "diagonal", "T")})
 
     def row(self, e1: Any, e2: Any) -> Any:
         """``k (cells, corners)`` for token norms ``e1, e2 (cells,)``: the maximum over cells of the atom's mass p.
@@ -159,15 +166,19 @@ def _best_shift(p: float, omega: Array, cap: Array, x1: Array, x2: Array) -> Arr
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class Search:
     """Cells of ``(rho, theta)``; ``memory`` keeps the multipliers found so far, to start from on later cells.
 
     ``proof`` are the rows in interval arithmetic when the bounds of the cells are to be exact.
     """
 
-    rows: _Rows
+    rows: Rows
     memory: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    proof: _Rows | None = None
+    proof: Rows | None = None
+
+    def maximum(self, tol: float) -> Maximum:
+        """The largest bound of a cell, in logarithms."""
+        return maximise(self.bound, *_cover(self.rows.n), tol=tol, max_cells=_CELLS)
 
     def corner(self, lo: Any, hi: Any, *, exact: bool = False) -> tuple[Any, Any, Any, Any]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
@@ -238,30 +249,12 @@ class _Search:
         return value, omega * part, scale * np.exp(log_mu)
 
 
-def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array], family: SelfLogit | None = None) -> _Rows:
-    """What the program knows of the rows; ``family`` spares the search from building it again at each step."""
-    head, n = problem["head"], problem["n"]
-    family = SelfLogit.of(head, multipliers) if family is None else family
-    gamma, spread = spread_region(head, n, family, multipliers["edges"])
-    diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
-    return _Rows(gamma, spread, diagonal, n, float(upper(column_sum(n, head.kappa))), problem["atoms"])
-
-
-def _least_rho(n: int) -> float:
-    """The two largest of n squares of sum 1 have a sum of at least 2/n."""
-    return math.sqrt(2 / n) * (1 - 1e-14)
-
-
 def _cover(n: int) -> tuple[Array, Array]:
     """Cells of ``(rho, theta)`` that cover all pairs ``e_1 >= e_2``."""
-    rho = np.linspace(_least_rho(n), 1.0, 9) if n > 2 else np.ones(2)
+    # the two largest of n squares of sum 1 have a sum of at least 2/n
+    rho = np.linspace(math.sqrt(2 / n) * (1 - 1e-14), 1.0, 9) if n > 2 else np.ones(2)
     # theta <= pi/4, which a float does not reach
     return boxes(rho, np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9))
-
-
-def _search(rows: _Rows, tol: float) -> tuple[Maximum, _Search]:
-    search = _Search(rows)
-    return maximise(search.bound, *_cover(rows.n), tol=tol, max_cells=_CELLS), search
 
 
 @problem_function("rows_and_columns")
@@ -279,8 +272,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head: UnitNumbers = problem["head"]
     if problem["n"] == 1:
         return head.v
-    rows = _rows(problem, multipliers)
-    search = _Search(rows, proof=rows.intervals() if head.exact else None)
+    rows = Rows.of(problem, multipliers)
+    search = Search(rows, proof=rows.intervals() if head.exact else None)
     log_square = proved_below(search.bound, *_cover(rows.n), target=problem["target"], max_cells=2 * _CELLS)
     return head.v * (np.exp(0.5 * lift(log_square)) if head.exact else math.exp(0.5 * log_square) * (1 + 1e-12))
 
@@ -326,14 +319,14 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}
     for _ in range(3 if deep else 2):
         # finer cells of |g| where they decide, around the worst spot so far
-        spot, search = _search(_rows(problem, multipliers, family), 0.03)
-        memory = search.memory
+        search = Search(Rows.of(problem, multipliers, family))
+        spot = search.maximum(0.03)
         at = 0.5 * (spot.lo + spot.hi)[:, None]
         for _ in range(60 if deep else 40):
-            rows = _rows(problem, multipliers, family)
+            rows = Rows.of(problem, multipliers, family)
             if rows.gamma.size == 1:
                 break
-            gamma = rows.gamma[_Search(rows, list(memory)).winners(at)] / head.top
+            gamma = rows.gamma[Search(rows, list(search.memory)).winners(at)] / head.top
             cell = np.clip(np.searchsorted(edges, gamma * (1 - 1e-12)) - 1, 0, edges.size - 2)
             cell = cell[np.diff(edges)[cell] > (1e-3 if deep else 4e-3)]
             if cell.size == 0:
@@ -343,8 +336,8 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     # a recheck proves each member anew: only those that decide are kept
     family = family.decisive(head.top * edges[:-1], head.top * edges[1:])
     multipliers |= {"nu": family.nu, "gap": family.gap}
-    rows = _rows(problem, multipliers, family)
-    found, _ = _search(rows, tol)
+    rows = Rows.of(problem, multipliers, family)
+    found = Search(rows).maximum(tol)
     return certify(
         "rows_and_columns",
         statement=replace(statement, options={"atoms": atoms, "target": found.value}),
