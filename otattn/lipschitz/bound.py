@@ -16,8 +16,6 @@ from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
 from otattn.lipschitz.containment import domain_contains, same
 from otattn.lipschitz.theorem import THEOREMS, Quantity, prove
 
-__all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "stated"]
-
 Kind = Literal["lower", "upper", "local", "estimate"]
 
 

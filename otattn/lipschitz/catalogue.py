@@ -11,8 +11,6 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, read_all
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["Catalogue", "theorems"]
-
 
 @dataclass(frozen=True, eq=False)
 class Catalogue(Result):

@@ -22,10 +22,8 @@ from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
-from otattn.lipschitz.bound import Bound, Quantity
-from otattn.lipschitz.theorem import check_count
-
-__all__ = ["Certificate", "Statement", "certify", "certify_value", "dual_function", "multiplier", "problem_function"]
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.theorem import Quantity, check_count
 
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], Any]
 

@@ -20,8 +20,6 @@ from otattn.lipschitz.local.value import local_lipschitz
 from otattn.lipschitz.lower.best import Method, adversarial_tokens
 from otattn.measures import DiscreteMeasure
 
-__all__ = ["RealAgainstAdversarial", "adversarial_head_tokens", "real_against_adversarial", "reduced_head"]
-
 
 def adversarial_head_tokens(
     head: SoftmaxAttention,

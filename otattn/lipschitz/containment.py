@@ -12,8 +12,6 @@ from otattn._files.saved import Saved
 from otattn._linalg import Array
 from otattn.measures.domains import Ball, Box, PointSet
 
-__all__ = ["NearMeasure", "NearTokens", "domain_contains", "same"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Near(Saved):

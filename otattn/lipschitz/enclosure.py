@@ -18,8 +18,6 @@ from otattn.lipschitz.theorem import THEOREMS
 from otattn.lipschitz.upper_bound import Effort, lipschitz_upper_bound
 from otattn.measures import Ball, Domain
 
-__all__ = ["EnclosureTable", "enclose_lipschitz", "enclosure_table", "published_upper"]
-
 
 def enclose_lipschitz(
     attention: AttentionMap,

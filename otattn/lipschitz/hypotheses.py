@@ -19,27 +19,6 @@ from otattn.attention import (
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.measures.domains import Ball
 
-__all__ = [
-    "Reason",
-    "any_measure",
-    "centred_ball",
-    "every",
-    "l2",
-    "no_bias",
-    "no_domain",
-    "order_between",
-    "order_two",
-    "rotary",
-    "several_heads",
-    "single_heads",
-    "sinkhorn",
-    "softmax",
-    "sum_of_heads",
-    "tokens",
-    "unless",
-    "unnormalised_map",
-]
-
 Reason = Callable[[Any, Any, "int | None", float], "str | None"]
 """``(attention, domain, n, p)`` -> why the theorem does not apply, None when it does."""
 

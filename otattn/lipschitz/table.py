@@ -19,8 +19,6 @@ from otattn.lipschitz.upper import published
 from otattn.lipschitz.upper.softmax import bound_of, bounds_of
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["BoundTable", "Crossover", "closed_bounds", "crossover", "table"]
-
 
 @dataclass(frozen=True, eq=False)
 class BoundTable(Result, Sequence[Bound]):

@@ -25,19 +25,6 @@ from otattn.measures.domains import Ball, Domain
 if TYPE_CHECKING:
     from otattn.lipschitz.bound import Bound
 
-__all__ = [
-    "THEOREMS",
-    "PublicTheorem",
-    "Quantity",
-    "Theorem",
-    "check_count",
-    "check_effort",
-    "prove",
-    "read_all",
-    "resolve_domain",
-    "theorem",
-]
-
 Quantity = Literal[
     "lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs"
 ]

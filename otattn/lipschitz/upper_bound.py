@@ -19,8 +19,6 @@ from otattn.lipschitz.theorem import theorem as _theorem
 from otattn.lipschitz.upper.multi_head import head_with_values, multi_head
 from otattn.measures import Domain
 
-__all__ = ["Effort", "lipschitz_upper_bound", "upper_bounds"]
-
 Effort = Literal["fast", "deep"]
 PAIR_DIMENSION = 24
 """The bound of two tokens decomposes thousands of matrices of twice this size."""

@@ -27,8 +27,6 @@ import numpy as np
 
 from otattn._linalg import Array
 
-__all__ = ["KERNELS", "Increasing", "Pair", "matmul", "power", "repaired", "xlogx"]
-
 Pair = tuple[Array, Array]
 
 EPS = 2.0**-52

@@ -22,8 +22,6 @@ from otattn.attention.head import FLOATS, Arithmetic
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.intervals import Interval
 
-__all__ = ["BALLS", "BallMatrix", "arithmetic_of", "exact_arithmetic", "orthonormal_columns", "proves_psd"]
-
 BITS = 192
 _LADDER = (1.0, 8.0, 64.0, 4096.0)
 """Multiples of the usual backward error that are tried as the margin of an eigenvalue."""

@@ -23,8 +23,6 @@ from otattn._linalg import Array
 from otattn.lipschitz.arithmetic._interval_kernels import KERNELS, Pair, power, repaired, xlogx
 from otattn.lipschitz.arithmetic._interval_truth import Truth
 
-__all__ = ["Interval", "Truth", "dispatch", "is_interval", "lift", "lower", "upper", "xlogy"]
-
 
 def _pair(x: Any) -> Pair:
     """Ends of an interval, or of numbers: equal unless float64 does not hold the number, or it is a nan."""

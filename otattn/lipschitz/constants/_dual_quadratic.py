@@ -14,8 +14,6 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
 
-__all__ = ["EPS", "box_maximum", "box_multipliers", "box_sdp_constraint", "row_span", "top_eigenvalue", "triangular"]
-
 _REDUCE_FROM = 48  # below this dimension the reduction costs more than it saves
 
 

@@ -39,8 +39,6 @@ from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Region
 from otattn.measures import Box, DiscreteMeasure, PointSet
 
-__all__ = ["box_field", "points_field", "unit_pair"]
-
 # boxes: up to this dimension through their vertices, which is tighter than the semidefinite program
 _VERTEX_LIMIT = 12
 # and beyond this one by a low-rank ascent instead of an interior-point method

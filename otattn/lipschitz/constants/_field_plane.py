@@ -25,8 +25,6 @@ from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import product
 from otattn.lipschitz.certificate import Certificate, Statement, certify, dual_function, multiplier
 
-__all__ = ["best_edge_point", "plane_field"]
-
 _CELLS = 4096
 
 

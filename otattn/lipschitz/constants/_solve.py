@@ -12,8 +12,6 @@ from scipy.optimize import minimize_scalar
 from otattn import _validate as check
 from otattn.errors import CertificateError
 
-__all__ = ["Proposal", "cvxpy_solve", "scalar_search", "scalar_value"]
-
 _ITERATION_OPTION = {"CLARABEL": "max_iter", "SCS": "max_iters"}
 
 

@@ -11,8 +11,6 @@ import numpy as np
 from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import lift
 
-__all__ = ["Maximum", "boxes", "ends", "maximise", "proved_below"]
-
 CellBound = Callable[[Array, Array], Array | tuple[Array, Array]]
 
 HOPELESS = 0.05

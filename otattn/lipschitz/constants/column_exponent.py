@@ -44,8 +44,6 @@ from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, Domain
 
-__all__ = ["column_exponent"]
-
 # with the data normalised kappa <= 2, so 1 / (4 nu) <= 2; and nu / 4 - 1 <= kappa
 _LOW, _HIGH = 0.125, 12.0
 

@@ -42,8 +42,6 @@ from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
 
-__all__ = ["field_certificate"]
-
 
 @theorem(
     "field_certificate",

@@ -14,8 +14,6 @@ from otattn.lipschitz.constants.regions import Region
 from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Ball, Domain, Ellipsoid
 
-__all__ = ["Round", "enclosing_round", "gradient_error", "softmax_head"]
-
 
 class Round(NamedTuple):
     """The set ``{E z + center : |z| <= 1}``; ``radius >= ||E||``."""

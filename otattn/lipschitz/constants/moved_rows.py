@@ -39,8 +39,6 @@ from scipy.spatial.distance import cdist
 from otattn._linalg import EPS, Array, norm_upper, spectral_norm_upper
 from otattn.lipschitz.constants.simplex import threshold_bounds
 
-__all__ = ["Made", "MovedRows", "best_thresholds", "moved_rows"]
-
 Mask = NDArray[np.bool_]
 TINY = float(np.finfo(np.float64).tiny)
 _CANDIDATES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0])

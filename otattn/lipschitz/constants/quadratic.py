@@ -20,16 +20,6 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
 
-__all__ = [
-    "balanced_minimum",
-    "ball_maximum",
-    "column_dual",
-    "column_exponent",
-    "max_norm_product",
-    "max_quadratic",
-    "norm_product_dual",
-]
-
 
 def max_norm_product(V: Any, B: Any) -> Any:
     r"""``max_{|u| = 1} |V u| |B^T u|``, never below the exact value; ``V (e, d)``, ``B (d, k)``.

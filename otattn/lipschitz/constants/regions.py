@@ -24,8 +24,6 @@ from otattn.lipschitz.constants.quadratic import balanced_minimum, column_expone
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
 from otattn.measures.shape import enclosing_center
 
-__all__ = ["Region", "Seen", "largest_norm", "see"]
-
 VERTEX_LIMIT = 12
 """Boxes of up to this many dimensions are bounded through their vertices."""
 PAIR_LIMIT = 700

@@ -16,8 +16,6 @@ from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import least, log, safe_exp, top, up
 
-__all__ = ["density_constant", "density_constant_p", "hoelder_constant", "row_norm", "two_largest"]
-
 CELLS = 1024
 
 

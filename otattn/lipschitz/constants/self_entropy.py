@@ -61,8 +61,6 @@ from otattn.lipschitz.hypotheses import every, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, Box, Domain
 
-__all__ = ["row_certificate", "self_entropy"]
-
 
 @theorem(
     "self_entropy",

@@ -46,17 +46,6 @@ from otattn.lipschitz.constants.regions import see
 from otattn.lipschitz.theorem import resolve_domain
 from otattn.measures.domains import Ball, Domain
 
-__all__ = [
-    "SelfLogit",
-    "UnitNumbers",
-    "entropy_gap",
-    "least_stretch",
-    "numbers_of",
-    "psd_defect",
-    "spread_region",
-    "unit_numbers",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class UnitNumbers:

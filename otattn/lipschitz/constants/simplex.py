@@ -46,8 +46,6 @@ from otattn.lipschitz.certificate import (
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
 from otattn.lipschitz.theorem import theorem
 
-__all__ = ["IntervalSimplex", "interval_simplex", "threshold_bounds"]
-
 
 @dataclass(frozen=True, eq=False)
 class IntervalSimplex:

@@ -17,8 +17,6 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import log, up
 
-__all__ = ["combine_heads", "head_bounds", "parts_of"]
-
 
 def parts_of(attention: AttentionMap, *, exact: bool = False) -> tuple[Head, ...]:
     """The heads whose sum an attention map is, its sizes checked."""

@@ -6,8 +6,6 @@ import numpy as np
 
 from otattn._linalg import Array, lambda_max_upper
 
-__all__ = ["ascend_sum_of_norms", "cheap_upper", "dual_upper", "max_sum_of_norms"]
-
 
 def max_sum_of_norms(
     B: Array, rng: np.random.Generator, *, starts: int = 4, max_iter: int = 200

@@ -14,8 +14,6 @@ from otattn.lipschitz.lower.charts import tangent
 from otattn.lipschitz.lower.clusters import Configuration, split_gradient
 from otattn.lipschitz.lower.problem import Problem
 
-__all__ = ["Candidates", "Objective", "ascend", "evaluate", "lbfgs", "round_multiplicities", "symmetric_part"]
-
 Weighting = Literal["fixed", "free", "tokens"]
 Batch = Callable[[Array], tuple[Array, Array]]
 

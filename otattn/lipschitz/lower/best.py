@@ -19,8 +19,6 @@ from otattn.lipschitz.lower.sequences import search_chains, search_sequences
 from otattn.lipschitz.theorem import check_count, check_effort
 from otattn.measures import Domain, SpaceTimeMeasure
 
-__all__ = ["adversarial_tokens", "lipschitz_lower_bound"]
-
 Method = Literal["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"]
 METHODS = get_args(Method)
 

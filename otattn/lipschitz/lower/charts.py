@@ -13,8 +13,6 @@ from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.head import Head, heads_of
 from otattn.measures import Ball, Box, Domain, Ellipsoid, LayerNormDomain
 
-__all__ = ["Chart", "chart_of", "forms_of", "tangent"]
-
 _INSIDE = 1.0 - 4.0 * np.finfo(np.float64).eps
 _RANK_TOL = 1e-12
 

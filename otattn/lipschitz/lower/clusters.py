@@ -23,8 +23,6 @@ from otattn.lipschitz.lower.charts import forms_of, tangent
 from otattn.lipschitz.lower.singular import leading_direction, leading_pairs, unit
 from otattn.measures import as_discrete
 
-__all__ = ["Configuration", "cluster_constant", "split_gradient"]
-
 DENSE_LIMIT = 128
 """Matrices of at most this many rows or columns are decomposed densely, larger ones by Lanczos iteration."""
 

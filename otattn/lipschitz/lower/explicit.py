@@ -22,8 +22,6 @@ from otattn.lipschitz.lower.extremal import Extremal, extremal
 from otattn.lipschitz.lower.problem import Problem
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
-__all__ = ["Layout", "search_explicit"]
-
 _SIZE = {"fast": (8, 5, 25), "deep": (40, 12, 80)}
 """Random starts of each kind, how many of the best are ascended, steps each."""
 STEP = 1e-6

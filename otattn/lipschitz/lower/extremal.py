@@ -17,8 +17,6 @@ from otattn.lipschitz.lower.charts import Chart, tangent
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import leading_direction
 
-__all__ = ["Extremal", "extremal"]
-
 SLOPE_STEP = 6e-6
 """About the cube root of the rounding unit: what a central difference of first derivatives loses least at."""
 DENSE_LIMIT = 400

@@ -16,8 +16,6 @@ from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import unit
 from otattn.lipschitz.lower.witnesses import directions, field_direction, field_query, maximise_latent, opposed
 
-__all__ = ["field_measure", "output_measures", "self_block_measures", "three_atoms"]
-
 _FAR_LOG_WEIGHT = -60.0
 """A query of this log-weight has no mass to speak of (e^-60 is below rounding), yet it may split."""
 

@@ -22,8 +22,6 @@ from otattn.lipschitz.lower.charts import Chart, chart_of, forms_of
 from otattn.lipschitz.theorem import resolve_domain
 from otattn.measures import Domain
 
-__all__ = ["Effort", "Problem", "problem_of"]
-
 Effort = Literal["fast", "deep"]
 
 

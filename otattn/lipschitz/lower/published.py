@@ -19,8 +19,6 @@ from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bia
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
-__all__ = ["castin2024_discrete_lower", "castin2024_large_radius", "castin2024_mean_field_lower"]
-
 
 def _real_eigenvalue(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
     """A has a real eigenvalue: the witnesses lie along its eigenvector."""

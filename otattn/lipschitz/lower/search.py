@@ -13,8 +13,6 @@ from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, Weighting, ascend, evaluate, round_multiplicities
 from otattn.lipschitz.lower.problem import Problem
 
-__all__ = ["Found", "exchanged_counts", "search_measures", "search_tokens", "token_starts"]
-
 WIDE = 64
 """Above this many dimensions an ascent takes a tenth of a second a start."""
 

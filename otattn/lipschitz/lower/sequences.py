@@ -14,8 +14,6 @@ from otattn.lipschitz.lower.ascent import Candidates, ascend, evaluate, round_mu
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.search import Found, exchanged_counts, search_tokens, token_starts
 
-__all__ = ["search_chains", "search_sequences"]
-
 _SIZE = {"fast": (6, 2, 30), "deep": (24, 6, 120)}
 """Orders evaluated, sequences ascended, steps each."""
 _CORE = 48

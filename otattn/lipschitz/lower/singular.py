@@ -9,8 +9,6 @@ from scipy.sparse.linalg import LinearOperator, svds
 
 from otattn._linalg import Array
 
-__all__ = ["leading_direction", "leading_pairs", "unit"]
-
 
 def unit(x: Array) -> tuple[Array, Array]:
     """Rows divided by their norms (zero rows stay), and the norms."""

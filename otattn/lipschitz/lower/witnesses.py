@@ -17,20 +17,6 @@ from otattn.lipschitz.lower.charts import Chart, tangent
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import unit
 
-__all__ = [
-    "castin_antipodal",
-    "castin_half",
-    "directions",
-    "field_atoms",
-    "field_direction",
-    "maximise_latent",
-    "opposed",
-    "random_tokens",
-    "self_block",
-    "two_anchor",
-    "two_anchor_constant",
-]
-
 
 def _boundary(chart: Chart, y: Array) -> Array:
     """Latents on the boundary whose image points along ``y (m, r)``."""

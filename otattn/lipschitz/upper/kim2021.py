@@ -18,8 +18,6 @@ from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain,
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
-__all__ = ["kim2021_dot_product", "kim2021_l2"]
-
 EXACT_RANK = 64
 """Ranks are decided in fractions up to this dimension; values of wider heads must not need it."""
 

@@ -30,8 +30,6 @@ from otattn.lipschitz.upper.masked import masked_column_sum
 from otattn.lipschitz.upper.softmax import bounds_of, closed_form, column_log
 from otattn.measures.domains import Domain
 
-__all__ = ["l2_column_bound", "l2_row_bound"]
-
 
 @dataclass(frozen=True)
 class _Numbers:

@@ -21,8 +21,6 @@ from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, 
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens
 from otattn.lipschitz.upper.softmax import closed_form
 
-__all__ = ["masked_average_bound", "masked_column_bound", "masked_column_sum", "masked_row_bound"]
-
 SUMMED_ROWS = 64
 """Terms of ``S_n`` that are added one by one; the others have a closed form."""
 NEGLIGIBLE = 1e-17

@@ -52,7 +52,6 @@ Every factor is monotone in each variable on a cell (the first is concave in rho
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -74,17 +73,6 @@ from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain
-
-__all__ = [
-    "Barycentre",
-    "branch_of",
-    "covariance_bound",
-    "gain",
-    "heavy_share",
-    "log_bound",
-    "mean_field",
-    "second_moment",
-]
 
 _THETAS = np.linspace(0.0, 1.0, 17)
 _MARGIN = 1e-12
@@ -182,8 +170,7 @@ def covariance_bound(a: Any, least: float, h: float) -> CellBound:
         W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * top(a) else np.ones_like(total)
         gained = gain(a * b0)
         rows = [np.log1p(second_moment(W, t) / h) - (1 - t) * gained for t in _THETAS]
-        row = functools.reduce(np.minimum, rows)
-        return np.asarray(upper(a * (r - r**2) + row + np.log1p(h * a**2 * total)))
+        return np.asarray(upper(a * (r - r**2) + np.stack(rows).min(axis=0) + np.log1p(h * a**2 * total)))
 
     return bound
 
@@ -330,9 +317,8 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
         return trivial(statement)
     tol = 1e-3 if effort == "fast" else 1e-5
     family = SelfLogit.default(head)
-    h = 1.0
-    if head.a > 0 and math.isfinite(psd_defect(head)):
-        h = _choose_h(head.a, least_stretch(head))
+    semidefinite = head.a > 0 and math.isfinite(psd_defect(head))
+    h = _choose_h(head.a, least_stretch(head)) if semidefinite else 1.0
     multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
     log_T, name, at = _trial(head, p, multipliers, tol)
     for _ in range(4):

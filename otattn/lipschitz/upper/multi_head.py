@@ -38,8 +38,6 @@ from otattn.lipschitz.upper import masked as masked  # whose theorems are regist
 from otattn.lipschitz.upper.softmax import bounds_of, outward
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["head_with_values", "multi_head"]
-
 
 @head_bounds.register(SoftmaxAttention)
 def _(

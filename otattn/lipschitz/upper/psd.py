@@ -91,8 +91,6 @@ from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, O
 from otattn.lipschitz.upper.psd_search import Plan, add_rows, choose, refine
 from otattn.measures.domains import Domain
 
-__all__ = ["psd"]
-
 _MARGIN = 5e-10, 1e-14
 """Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""
 _CELLS = 1_500_000

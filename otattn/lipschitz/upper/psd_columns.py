@@ -19,8 +19,6 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.cells import boxes
 from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
 
-__all__ = ["Columns", "Multipliers", "OwnShare", "OwnTerm"]
-
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""
 

@@ -16,8 +16,6 @@ from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 
-__all__ = ["Box", "Plane", "Range", "Rows", "Slopes"]
-
 SLACK = 1e-10
 """Relative slack of the conditions under which a box is called empty."""
 

@@ -13,8 +13,6 @@ from scipy.special import rel_entr
 from otattn._linalg import Array
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
 
-__all__ = ["Plan", "add_rows", "choose", "refine", "sample_rows"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Rows:

@@ -38,17 +38,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
-from otattn.lipschitz.upper.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures import Ball
-
-__all__ = [
-    "castin2024_discrete",
-    "castin2024_masked",
-    "geshkovski2024_mean_field",
-    "kim2021_dot_product",
-    "kim2021_l2",
-]
 
 
 @theorem(

@@ -27,8 +27,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain
 
-__all__ = ["rotary_row_bound"]
-
 
 @theorem(
     "rotary_row_bound",

@@ -58,8 +58,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import column_log
 from otattn.measures.domains import Domain
 
-__all__ = ["Rows", "Search", "column_sum", "rows_and_columns"]
-
 _CELLS = 20_000
 
 
@@ -98,7 +96,7 @@ class Rows:
 
     def intervals(self) -> Rows:
         """The same numbers as intervals of length 0."""
-        return replace(self, **{name: lift(getattr(self, name)) for name in ("gamma", "spread", "diagonal", "T")})
+        return Rows(lift(self.gamma), lift(self.spread), lift(self.diagonal), self.n, lift(self.T), self.atoms)
 
     def row(self, e1: Any, e2: Any) -> Any:
         """``k (cells, corners)`` for token norms ``e1, e2 (cells,)``: the maximum over cells of the atom's mass p.
@@ -262,9 +260,8 @@ def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for rows_and_columns, received {statement.p:g}.")
     head, n = numbers_of(statement), check.count(statement.n, "n")
-    given = statement.options
-    options = {"atoms": integer(given, "atoms", most=10_000), "target": number(given, "target", least=-math.inf)}
-    return {"head": head, "n": n, **options}
+    target = number(statement.options, "target", least=-math.inf)
+    return {"head": head, "n": n, "atoms": integer(statement.options, "atoms", most=10_000), "target": target}
 
 
 @dual_function("rows_and_columns", exact=True)

@@ -37,9 +37,6 @@ from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax
 from otattn.lipschitz.theorem import THEOREMS, PublicTheorem, theorem
 from otattn.measures.domains import Ball, Domain
 
-__all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]
-
-
 _LAST: tuple[Any, Domain, Seen] | None = None
 """The numbers that were made last: the theorems of a table ask for the same ones, one after the other."""
 

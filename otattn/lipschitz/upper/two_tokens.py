@@ -52,8 +52,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.rows_and_columns import column_sum
 from otattn.measures.domains import Domain
 
-__all__ = ["Family", "Forms", "largest_lead", "maximum", "share", "two_tokens"]
-
 _CELLS = 60_000
 _MARGIN = 1e-11
 _LARGEST = 1e150

@@ -27,8 +27,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain, Ellipsoid
 
-__all__ = ["pointwise_bound"]
-
 
 @theorem(
     "pointwise_bound",

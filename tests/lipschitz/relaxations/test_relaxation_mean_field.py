@@ -10,7 +10,7 @@ from scipy.special import xlogy
 
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
-from otattn.lipschitz.constants.self_logit import SelfLogit, unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
 from otattn.lipschitz.upper.mean_field import (
@@ -18,7 +18,6 @@ from otattn.lipschitz.upper.mean_field import (
     covariance_bound,
     gain,
     heavy_share,
-    least_stretch,
     mean_field,
     second_moment,
 )
