@@ -79,7 +79,7 @@ GROUPS = (
         "otattn",
         "attention/head 6 lipschitz/upper/multi_head 6 lipschitz/local/enclosed 5 operators/proved_norm 5 "
         "operators/norm_bounds 5",
-        "tests/operators/test_norm_bounds.py tests/lipschitz/relaxations/test_relaxation_heads.py",
+        "tests/operators/test_norm_bounds.py tests/lipschitz/upper/test_multi_head.py",
         "mutants_of_constants mutants_of_upper_bounds local_attacked local_upper",
     ),
     Group.of(
@@ -102,7 +102,7 @@ GROUPS = (
         "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
         "constants/field 4 constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 "
         "constants/self_entropy 5 constants/simplex 4 constants/moved_rows 5 upper/near_tokens 5",
-        "tests/lipschitz/relaxations",
+        "tests/lipschitz/constants tests/lipschitz/upper",
         "mutants mutants_of_constants mutants_of_upper_bounds local_attacked",
     ),
 )

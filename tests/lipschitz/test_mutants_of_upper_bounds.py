@@ -25,7 +25,7 @@ from otattn.lipschitz.upper.mean_field import branch_of, log_bound
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper.rows_and_columns import Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
-from otattn.lipschitz.upper.unnormalised import _suprema
+from otattn.lipschitz.upper.unnormalised import suprema
 from otattn.measures import Ball, DiscreteMeasure, Ellipsoid
 
 A1, B1 = 1.0 + 2.0**-27, 1.0 + 2.0**-26 + 2.0**-28
@@ -222,7 +222,7 @@ def test_the_slope_of_a_sigmoid_weight_is_attained(a):
     most = float((q + a * q * (1.0 - q)).max())
     head = SigmoidAttention([[1.0]], [[1.0]])
     for number in (a, lift(a)):
-        found = math.exp(float(upper(_suprema(head, number)[0])))
+        found = math.exp(float(upper(suprema(head, number)[0])))
         assert most <= found * (1 + 1e-12)
         assert found == pytest.approx(most, rel=1e-6)
 

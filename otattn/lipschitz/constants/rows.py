@@ -118,7 +118,7 @@ def density_constant(t: Any, n: int | None) -> tuple[Any, Any]:
     # f(1) = 1 never exceeds f(0) = E; the value at q* is E_n (1 + b q* (1 - q*))
     scaled = (1.0 - rest * q) * (1.0 + b * q * (1.0 - q))
     if is_interval(t):
-        scaled = scaled + _density_excess(rest, b, q, meet)
+        scaled = scaled + density_excess(rest, b, q, meet)
     log_value = t + 0.5 * log(up(scaled))
     log_value = log_value if is_interval(t) else log_value + 1e-15 * t
     return up(safe_exp(log_value)), log_value
@@ -134,7 +134,7 @@ def _density_peak(r: float, rest: float, b: float) -> float:
     return (half - math.sqrt(max(root, 0.0))) / (3.0 * rest)
 
 
-def _density_excess(rest: Any, b: Any, q: Any, meet: Any) -> Any:
+def density_excess(rest: Any, b: Any, q: Any, meet: Any) -> Any:
     r"""At least what the maximum over ``[q*, 1]`` of the cubic ``f`` of :func:`density_constant` exceeds ``f(q)`` by.
 
     ``f'' = -2 rest b (1 - 2q) - 2 b (1 - rest q) <= 0`` for ``q <= 1/2``, and f falls beyond 1/2 whatever b is, so f is below

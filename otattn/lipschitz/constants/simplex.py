@@ -162,7 +162,7 @@ def _problem(statement: Statement) -> dict[str, Any]:
 
 
 @dual_function("interval_simplex", exact=True, quantity="covariance")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+def dual_value(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     y, low, high = problem["points"], problem["lower"], problem["upper"]
     n, d = y.shape
     N = symmetrize(multiplier(multipliers, "N", (d, d)))

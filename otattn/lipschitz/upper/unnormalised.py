@@ -73,12 +73,12 @@ def _of_head(head: Head, region: Region, n: int | None, p: float) -> Bound:
     sigma = product(max_norm_product(head.V, head.A), R, R)
     if isinstance(domain, Ellipsoid) and not np.any(domain.center):
         sigma = least(sigma, seen.sigma)
-    log_first, log_slope = _suprema(head.map, a)
+    log_first, log_slope = suprema(head.map, a)
     value = log_sum(log(seen.v) + log_first, log(sigma) + log_slope)
     return outward(value, "pointwise_bound", domain, n, p, {"sigma": sigma, "a": a})
 
 
-def _suprema(head: Any, a: Any) -> tuple[Any, Any]:
+def suprema(head: Any, a: Any) -> tuple[Any, Any]:
     """Logarithms of ``sup (|h| + a |h'|)`` and ``sup |h'|`` over ``|s| <= a``."""
     if isinstance(head, LinearAttention | ReLUAttention):
         return log(2.0 * a), 0.0

@@ -1,4 +1,4 @@
-"""T8 with the column sums: the row constant against random rows, the joint bound against adversaries."""
+"""Rows and columns together: the row constant against random rows, the joint bound against adversaries."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def rows_of(A, n, *, atoms=80, edges=25):
 
 
 def closed_row_bound(n, a):
-    """T4 on the unit ball, V = I: what T8 must not exceed when it knows nothing more."""
+    """The row bound on the unit ball, V = I: what the program must not exceed when it knows nothing more."""
     phi = np.sqrt(a**2 / 2 + 0.75 + 1 / (32 * a**2))
     alpha, beta = n * phi**2 + np.sqrt(8) * phi * a, 2 * phi * a * np.sqrt(n - 2)
     return np.sqrt(a**2 + (alpha + np.hypot(alpha, beta)) / 2)
