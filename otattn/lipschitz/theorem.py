@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -203,33 +204,17 @@ def _public(record: Theorem, default: int | None) -> PublicTheorem:
     own = [v for v in inspect.signature(function).parameters.values() if v.kind is v.KEYWORD_ONLY]
     out.__signature__ = inspect.Signature([*shared, *own], return_annotation="Bound")  # type: ignore[attr-defined]
     text = inspect.cleandoc(function.__doc__ or record.statement)
-    head, mark, rest = text.partition("\nOther Parameters\n")
+    head, *sections = re.split(r"\n(?=[A-Z][A-Za-z ]+\n----+\n)", text)
     parameters = inspect.cleandoc(_PARAMETERS.format(hypotheses=record.hypotheses))
-    if mark:
-        own_text, rest = _section(rest)
-        parameters += "\n" + own_text
-    else:
-        head, rest = _first_section(text)
-    parts = [head, parameters, inspect.cleandoc(_ERRORS), rest]
-    if "\nReferences\n" not in text:
+    own_parameters = next((s for s in sections if s.startswith("Other Parameters\n")), "")
+    if own_parameters:
+        sections.remove(own_parameters)
+        parameters += "\n" + own_parameters.split("\n", 2)[2].rstrip()
+    if not any(s.startswith("References\n") for s in sections):
         source = record.reference if record.published else "Our own theorem"
-        parts.append(f"References\n----------\n{source}; the proof is in :mod:`{record.proof}`.")
-    out.__doc__ = "\n\n".join(part.strip("\n") for part in parts if part.strip())
+        sections.append(f"References\n----------\n{source}; the proof is in :mod:`{record.proof}`.")
+    out.__doc__ = "\n\n".join(part.strip("\n") for part in (head, parameters, inspect.cleandoc(_ERRORS), *sections))
     return out
-
-
-def _section(text: str) -> tuple[str, str]:
-    """The body of a section of a docstring, and what follows it."""
-    lines = text.splitlines()[1:]
-    end = next((k for k in range(len(lines) - 1) if lines[k + 1] and set(lines[k + 1]) == {"-"}), len(lines))
-    return "\n".join(lines[:end]).rstrip(), "\n".join(lines[end:])
-
-
-def _first_section(text: str) -> tuple[str, str]:
-    """What stands before the first section of a docstring, and the rest."""
-    lines = text.splitlines()
-    start = next((k for k in range(len(lines) - 1) if len(lines[k + 1]) > 3 and set(lines[k + 1]) == {"-"}), len(lines))
-    return "\n".join(lines[:start]), "\n".join(lines[start:])
 
 
 def _ask(

@@ -113,7 +113,9 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     if basis is not None:
         values, keys = values @ basis, keys @ basis
     error = missed + max(e / u for e, u in zip(rounded, units, strict=True))
-    slack = _slack(error + 16.0 * max(head.V.shape + head.A.shape) * EPS)
+    error += 16.0 * max(head.V.shape + head.A.shape) * EPS
+    # what an error of the two factors, of norm one, adds to the product of their norms
+    slack = 2.0 * error + error**2
     return {"values": triangular(values), "keys": triangular(keys), "units": units, "slack": slack, "basis": basis}
 
 
@@ -188,8 +190,3 @@ def _balanced_direction(V: Array, K: Array, s: float) -> Array:
         if value > best_value:
             best, best_value = z, value
     return best
-
-
-def _slack(error: float) -> float:
-    """What an error of the two factors, of norm one, adds to the product of their norms."""
-    return 2.0 * error + error**2
