@@ -8,7 +8,7 @@ from typing import Any
 from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, read_all
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, check_dimension, check_map, read_all
 from otattn.measures.domains import Ball, Domain
 
 
@@ -83,8 +83,7 @@ def theorems(
     records = tuple(THEOREMS.values())
     if attention is None:
         return Catalogue(records)
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    check_map(attention)
     check_count(n)
     order = check.check_order(p)
     if radius is not None and domain is not None:
@@ -95,9 +94,7 @@ def theorems(
             "domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, or the measure of a local bound, received "
             f"{type(region).__name__}; for tokens of norm at most R give radius=R."
         )
-    dim = getattr(region, "dim", None)
-    if None not in (dim, attention.in_dim) and dim != attention.in_dim:
-        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
+    check_dimension(region, attention.in_dim)
     return Catalogue(records, tuple(_covers(t, attention, region, n, order) for t in records))
 
 

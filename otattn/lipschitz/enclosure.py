@@ -34,16 +34,10 @@ def enclose_lipschitz(
     Parameters
     ----------
     attention : AttentionMap
-    radius : float, optional
-        Tokens in the centred ball of this radius; or ``domain``.
-    domain : Domain, optional
-    n : int, optional
-        Number of tokens of equal weight; None for all measures.
-    p : float
-        Order, in ``[1, inf]`` for the upper bound; the lower bound offers 1, 2 and inf.
+    radius, domain, n, p, effort
+        As for :func:`otattn.lipschitz_upper_bound`; the lower bound offers the orders 1, 2 and inf.
     rng : Generator or int
         Starts of the search for the witness.
-    effort : {"fast", "deep"}
 
     Returns
     -------
@@ -148,13 +142,8 @@ def enclosure_table(
     p, rng, effort
         As for :func:`enclose_lipschitz`.
     """
-    grid: list[tuple[float, int | None]]
-    if radii is None:
-        grid = [(radius, n) for n in n_values]
-    else:
-        grid = [(r, n_values[0]) for r in radii]
-    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in grid)
-    papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in grid)
-    if radii is None:
-        return EnclosureTable("n", tuple(n_values), enclosures, papers)
-    return EnclosureTable("radius", tuple(radii), enclosures, papers)
+    rows = [(radius, n) for n in n_values] if radii is None else [(r, n_values[0]) for r in radii]
+    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in rows)
+    papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in rows)
+    name, values = ("n", tuple(n_values)) if radii is None else ("radius", tuple(radii))
+    return EnclosureTable(name, values, enclosures, papers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,6 @@ class BoundTable(Result, Sequence[Bound]):
     def __getitem__(self, index: Any) -> Any:
         return self.bounds[index]
 
-    def __iter__(self) -> Iterator[Bound]:
-        return iter(self.bounds)
-
     def rows(self) -> list[dict[str, Any]]:
         """One record a bound."""
         return [row for bound in self.bounds for row in bound.rows()]
@@ -54,13 +51,9 @@ def table(
     ----------
     attention : softmax, L2, unnormalised or multi-head attention, masked or not
         Other kinds have no closed-form bound here and give an empty table.
-    radius : float, optional
-        Tokens in the centred ball; or ``domain`` (the published bounds then use its largest norm).
-    domain : Domain, optional
-    n : int, optional
-        Number of tokens; the bounds for any measure apply to them too and are listed with ``n = None``.
-    p : float
-        In ``[1, inf]``.
+    radius, domain, n, p
+        As for :func:`otattn.lipschitz_upper_bound`. The published bounds use the largest norm of a domain; bounds for any
+        measure apply to n tokens too and are listed with ``n = None``.
 
     Examples
     --------

@@ -155,6 +155,19 @@ def theorem(key: str, *, count: int | None = None, **record: Any) -> Callable[[E
     return register
 
 
+def check_map(attention: Any) -> None:
+    """Refuse what is no attention map."""
+    if not isinstance(attention, AttentionMap):
+        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+
+
+def check_dimension(domain: Any, dim: int | None) -> None:
+    """Refuse a domain of another space than that of the tokens."""
+    received = getattr(domain, "dim", None)
+    if None not in (received, dim) and received != dim:
+        raise ValueError(f"domain must have dimension {dim} like the attention, received {received}.")
+
+
 def check_effort(effort: Any) -> None:
     """Refuse what is neither "fast" nor "deep"."""
     if effort not in ("fast", "deep"):
@@ -226,8 +239,7 @@ def _ask(
     p: float,
     options: dict[str, Any],
 ) -> Bound:
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    check_map(attention)
     region: Any = None
     if radius is not None or domain is not None or not record.everywhere:
         region = resolve_domain(radius, domain, getattr(attention, "in_dim", None))
@@ -252,9 +264,7 @@ def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *,
     """
     check_count(n)
     check.check_order(p)
-    dim = getattr(domain, "dim", None)
-    if None not in (dim, attention.in_dim) and dim != attention.in_dim:
-        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
+    check_dimension(domain, attention.in_dim)
     record = THEOREMS[theorem]
     _check_applies(record, attention, domain, n, p)
     with exact_arithmetic() if exact else nullcontext():
@@ -282,8 +292,7 @@ def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None)
         return Ball(radius)
     if not isinstance(domain, Domain):
         raise ValueError(f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}.")
-    if dim is not None and domain.dim is not None and domain.dim != dim:
-        raise ValueError(f"domain must have dimension {dim} like the attention, received {domain.dim}.")
+    check_dimension(domain, dim)
     return domain
 
 

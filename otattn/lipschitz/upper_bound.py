@@ -149,7 +149,8 @@ def lipschitz_upper_bound(
     8.123106
     """
     if theorem is not None:
-        return _of_theorem(theorem, attention, radius, domain, n, p, effort)
+        region, order = resolve_domain(radius, domain, attention.in_dim), check.check_order(p)
+        return _of_theorem(theorem, attention, region, check_count(n), order, effort)
     candidates = upper_bounds(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
     if not candidates:
         catalogue = theorems(attention, radius=radius, domain=domain, n=n, p=p)
@@ -161,28 +162,18 @@ def lipschitz_upper_bound(
     return dataclasses.replace(best, details={**best.details, "candidates": len(candidates)})
 
 
-def _of_theorem(
-    key: str,
-    attention: AttentionMap,
-    radius: float | None,
-    domain: Domain | None,
-    n: int | None,
-    p: float,
-    effort: Effort,
-) -> Bound:
+def _of_theorem(key: str, attention: AttentionMap, region: Domain, n: int | None, p: float, effort: Effort) -> Bound:
     """The bound of one theorem."""
     record = THEOREMS.get(key)
     if record is None or record.kind != "upper" or record.quantity != "lipschitz":
         known = sorted(t.key for t in THEOREMS.values() if t.kind == "upper" and t.quantity == "lipschitz")
         raise ValueError(f"theorem must be one of {', '.join(known)}, received {key!r}.")
-    region, order = resolve_domain(radius, domain, attention.in_dim), check.check_order(p)
-    check_count(n)
     if record.closed:
-        found = closed_bounds(record, attention, region, n, order)
+        found = closed_bounds(record, attention, region, n, p)
     else:
-        found = _attempt(record, attention, region, n, order, effort)
+        found = _attempt(record, attention, region, n, p, effort)
     if not found:
-        why = record.reason(attention, region, n, order)
+        why = record.reason(attention, region, n, p)
         if why is None:
             raise CertificateError(f"what the solver proposed for {key} proves nothing; try effort='deep'.")
         raise ValueError(f"{key} does not apply: {why}; otattn.theorems(attention, ...) lists what does.")

@@ -185,6 +185,11 @@ def lift(x: Any) -> Interval:
     return Interval.exact(x)
 
 
+def like(x: Any, other: Any) -> Any:
+    """A number in the arithmetic of another: an interval of length 0 beside an interval."""
+    return lift(x) if isinstance(other, Interval) else x
+
+
 def upper(x: Any) -> Array:
     """Upper ends of an interval; floats as they are."""
     return x.hi if isinstance(x, Interval) else np.asarray(x, dtype=np.float64)

@@ -26,7 +26,7 @@ subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,15 +249,14 @@ class SelfLogit:
             *(np.concatenate([getattr(self, k), getattr(other, k)]) for k in ("nu", "gap", "lam", "const"))
         )
 
-    @property
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """``(nu, lam, const)``."""
-        return self.nu, self.lam, self.const
+    def members(self) -> Iterable[tuple[float, float, float]]:
+        """``(nu, lam, const)`` of each."""
+        return zip(self.nu, self.lam, self.const, strict=True)
 
     def lower(self, g0: Any, g1: Any, r0: Any = 0.0, r1: Any = 1.0) -> Any:
         """Lower bound of ``<g(z), z>`` on each cell ``|g| in [g0, g1], |z| in [r0, r1]`` (shape of ``g0``)."""
         best = -(g1 * r1)
-        for nu, lam, const in zip(*self.arrays, strict=True):
+        for nu, lam, const in self.members():
             quad = nu * (g0 if nu >= 0 else g1) ** 2
             best = np.maximum(best, quad - lam * np.square(r1 if lam >= 0 else r0) - const)
         return best

@@ -151,20 +151,13 @@ def search_explicit(
             chosen.append(int(i))
         if len(chosen) == ascents:
             break
+    climb = _ascend_tokens if layout.problem.n is not None and layout.problem.p == 2.0 else _ascend_along
     for i in chosen:
-        z, lw = _ascend(layout, *pool[i], rng, steps)
+        z, lw = climb(layout, *pool[i], rng, steps)
         value = layout.value(z, lw)
         if value > best_value:
             best_value, best = value, (z, lw)
     return best
-
-
-def _ascend(
-    layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
-) -> tuple[Array, Array]:
-    if layout.problem.n is not None and layout.problem.p == 2.0:
-        return _ascend_tokens(layout, latents, log_weights, rng, steps)
-    return _ascend_along(layout, latents, log_weights, rng, steps)
 
 
 def _ascend_tokens(

@@ -19,7 +19,7 @@ from otattn.attention import (
 )
 from otattn.attention.head import Head, check_sizes
 from otattn.lipschitz.lower.charts import Chart, chart_of, forms_of
-from otattn.lipschitz.theorem import resolve_domain
+from otattn.lipschitz.theorem import check_map, resolve_domain
 from otattn.measures import Domain
 
 Effort = Literal["fast", "deep"]
@@ -89,8 +89,7 @@ def problem_of(
         No attention map; radius and domain both given or both missing; a dimension that nothing tells; a domain without
         displacements.
     """
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    check_map(attention)
     region = resolve_domain(radius, domain, attention.in_dim)
     dim = attention.in_dim if attention.in_dim is not None else region.dim
     if dim is None:

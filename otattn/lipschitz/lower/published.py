@@ -65,16 +65,7 @@ def castin2024_discrete_lower(attention: AttentionMap, domain: Ball, count: int,
     witness = DiscreteMeasure(
         points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, (count - 1) / count]
     )
-    return Bound(
-        down(safe_exp(log_value)),
-        "lower",
-        domain=domain,
-        n=count,
-        witness=witness,
-        details={"gamma": gamma},
-        theorem="castin2024_discrete_lower",
-        log_value=log_value,
-    )
+    return _below("castin2024_discrete_lower", log_value, domain, count, witness, {"gamma": gamma})
 
 
 @theorem(
@@ -125,15 +116,12 @@ def castin2024_mean_field_lower(attention: AttentionMap, domain: Ball, n: None, 
         "witness_value": down(safe_exp(whole)),
         "log_witness_value": whole,
     }
-    return Bound(
-        down(safe_exp(log_value)),
-        "lower",
-        domain=domain,
-        witness=witness,
-        details=details,
-        theorem="castin2024_mean_field_lower",
-        log_value=log_value,
-    )
+    return _below("castin2024_mean_field_lower", log_value, domain, None, witness, details)
+
+
+def _below(key: str, log_value: float, domain: Ball, n: int | None, witness: Any, details: dict[str, Any]) -> Bound:
+    value = down(safe_exp(log_value))
+    return Bound(value, "lower", "", 2.0, domain, n, witness, details, theorem=key, log_value=log_value)
 
 
 def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:

@@ -19,7 +19,7 @@ import numpy as np
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention
 from otattn.attention.head import Head
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.intervals import like
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import Region, see
@@ -107,7 +107,7 @@ def l2_row_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
     ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
     """
-    root = np.sqrt(lift(2.0) if is_interval(x.t) else 2.0)
+    root = np.sqrt(like(2.0, x.t))
     phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_norm(x.t), 0.5 * np.sqrt(x.h))))
     return log(two_largest(x.v * phi, x.sigma, n)), {"row_constant": phi, "sigma": x.sigma, "t": x.t}
 

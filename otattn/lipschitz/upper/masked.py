@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
 from otattn.lipschitz.constants.regions import Seen
 from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_norm
@@ -138,7 +138,7 @@ def masked_average_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, A
     """
     r = np.concatenate([[1.0], 1.0 + (p - 1.0) * np.linspace(0.005, 0.995, 199)])
     best = float(r[int(_average_log(r, top(seen.t), p).argmin())])
-    order = lift(best) if is_interval(seen.t) else best
+    order = like(best, seen.t)
     value = log_sum(log(seen.sigma), log(seen.v) + _average_log(order, seen.t, p))
     return value, {"r": best, "sigma": seen.sigma}
 

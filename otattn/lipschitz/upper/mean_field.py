@@ -62,7 +62,7 @@ from scipy.optimize import minimize_scalar
 
 from otattn._linalg import Array, norm_upper
 from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
@@ -87,7 +87,7 @@ def heavy_share(rho: Any, s: float) -> Any:
     At the maximum ``p / q = (1 + 2 s) p / (p + s)`` and ``(1-p)/(1-q) = (1 + 2 s)(1-p) / (1 - p + s)``.
     """
     p, rest = 0.5 * (1.0 + rho), 0.5 * (1.0 - rho)
-    whole: Any = 1.0 + 2.0 * (lift(s) if is_interval(rho) else s)
+    whole: Any = 1.0 + 2.0 * like(s, rho)
     kl = xlogy(p, whole * p / (p + s)) + xlogy(rest, whole * rest / (rest + s))
     return 4.0 * ((p + s) / whole) * ((rest + s) / whole) * np.exp(-kl / s)
 
@@ -96,7 +96,7 @@ def second_moment(W: Any, theta: float) -> Any:
     """``c_2 = max_U U e^{-theta kl(W|U)}``, at ``U = (1 + theta W) / (1 + theta)``, ``(1-W)/(1-U) = (1 + theta)/theta``."""
     if theta == 0.0:
         return W * 0.0 + 1.0
-    share = lift(theta) if is_interval(W) else theta
+    share = like(theta, W)
     U = (1.0 + share * W) / (1.0 + share)
     kl = xlogy(W, W / U) + (1.0 - W) * (np.log1p(share) - np.log(share))
     return np.minimum(1.0, U * np.exp(-share * kl))
@@ -136,7 +136,7 @@ class Barycentre:
     def excess(self, r0: Any, r1: Any, g0: Any, g1: Any) -> Any:
         """Upper bound of ``f = |g| - <g,x>`` on each cell; exact in ``|g|`` for each multiplier."""
         best = g1 * (1.0 + r1)
-        for nu, lam, const in zip(*self.family.arrays, strict=True):
+        for nu, lam, const in self.family.members():
             g = np.clip((lift(0.5) if self.head.exact else 0.5) / nu, g0, g1) if nu > 0 else g1
             best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
         return best

@@ -33,7 +33,7 @@ from otattn.lipschitz.certificate import Statement, certify, dual_function, mult
 from otattn.lipschitz.constants.regions import Region, Seen, see
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, single_heads, sum_of_heads
-from otattn.lipschitz.theorem import check_count, prove, resolve_domain, theorem
+from otattn.lipschitz.theorem import check_count, check_map, prove, resolve_domain, theorem
 from otattn.lipschitz.upper import masked as masked  # whose theorems are registered when they are read
 from otattn.lipschitz.upper.softmax import bounds_of, outward
 from otattn.measures.domains import Ball, Domain
@@ -104,8 +104,7 @@ def multi_head(
     ----------
     Our own theorem; the proof is in the docstring of this module.
     """
-    if not isinstance(attention, AttentionMap):
-        raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; build one first.")
+    check_map(attention)
     order, count = check.check_order(p), check_count(n)
     if head_bounds is None:
         return prove("multi_head", attention, resolve_domain(radius, domain, attention.in_dim), count, order)

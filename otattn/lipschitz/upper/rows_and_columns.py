@@ -47,7 +47,7 @@ import numpy as np
 from otattn import _validate as check
 from otattn._linalg import Array
 from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
+from otattn.lipschitz.arithmetic.intervals import lift, like, upper
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._options import integer, number, trivial
@@ -115,7 +115,7 @@ class Rows:
             omega = 1.0 + self.gamma**2 * lam
             cap = b + self.gamma * np.minimum(2 * near * (1 - near), np.sqrt(lam * near * (1 - near)))
             z: Any = _best_shift(middle, *(upper(x) for x in (omega, cap, x1, x2)))
-            z = lift(z) if is_interval(x1) else z
+            z = like(z, x1)
             root = np.sqrt(omega * np.maximum(a * z**2 + (1 - a) * x2**2, b * z**2 + (1 - b) * x2**2))
             # z may exceed e1 by its rounding: the first term is then at most 0
             best = np.maximum(best, np.maximum(x1 - z, 0.0) * cap + root)

@@ -16,7 +16,7 @@ from otattn.attention import (
 )
 from otattn.attention.head import Head
 from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.intervals import like
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.quadratic import max_norm_product
@@ -85,7 +85,7 @@ def suprema(head: Any, a: Any) -> tuple[Any, Any]:
     if isinstance(head, ExponentialAttention):
         return a + np.log1p(a), a
     if isinstance(head, SigmoidAttention):
-        number: Any = lift(1.0) if is_interval(a) else 1.0
+        number: Any = like(1.0, a)
         # q + a q (1 - q) in q = h(s), largest at q = (1 + a) / (2 a), or at the end of the range
         end = number / (1.0 + np.exp(-a))
         inner = 0.25 * (np.square(1.0 + a) / np.maximum(a, 1e-300))
