@@ -197,7 +197,7 @@ _ERRORS = """
 
 def _public(record: Theorem, default: int | None) -> PublicTheorem:
     """The function that users call: it resolves the domain, checks the hypotheses, and evaluates."""
-    function, ask = record.evaluate, _ask
+    function, ask = inspect.unwrap(record.evaluate), _ask
 
     def public(
         attention: AttentionMap,
