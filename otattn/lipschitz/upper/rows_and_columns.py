@@ -20,7 +20,7 @@ in e, and equals ``e sqrt(Omega)`` at ``e_1 = e_2 = e``.
 **Field part.** ``|V C_i A eps_i| <= sigma tr(C_i) e_i``, and the self-token entropy bounds ``tr C_i``: put ``lam`` for this bound.
 
 **Columns.** ``|K_i eps|^2 <= Omega sum_j P_ij e_j^2`` (Cauchy-Schwarz) and ``sum_i P_ij <= T_n``, so with
-``k_i = |K_i eps|``: ``sum_i k_i^2 / Omega_i <= T_n``, ``T_n = min(n, 1 + 1/(1/(n-1) + e^{-kappa}))``.
+``k_i = |K_i eps|``: ``sum_i k_i^2 / Omega_i <= T_n``, ``T_n = min(n, e^kappa, 1 + 1/(1/(n-1) + e^{-kappa}))``.
 
 **Joint.** ``|D f eps|^2 <= sum_i (v k_i + sigma lam_i e_i)^2`` subject to ``k_i <= k(e_1, e_2; gamma_i, lam_i)``, the column
 constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`` in the region that it allows. With multipliers
