@@ -79,13 +79,13 @@ GROUPS = (
         "otattn",
         "attention/head 6 lipschitz/upper/multi_head 6 lipschitz/local/enclosed 5 operators/proved_norm 5 "
         "operators/norm_bounds 5",
-        "tests/operators/test_norm_bounds.py tests/lipschitz/relaxations/test_relaxation_heads.py",
+        "tests/operators/test_norm_bounds.py tests/lipschitz/upper/test_multi_head.py",
         "mutants_of_constants mutants_of_upper_bounds local_attacked local_upper",
     ),
     Group.of(
         "otattn/lipschitz",
         "arithmetic/rounding 6 constants/quadratic 8 constants/rows 8 constants/regions 12 constants/sum_of_heads 5 containment 6 "
-        "bound 4 upper/softmax 10 upper/masked 8 upper/l2 6 upper/unnormalised 5 upper/rotary 4 "
+        "bound 4 upper/softmax 10 upper/masked 8 upper/l2 6 upper/unnormalised 5 upper/scores 4 "
         "local/at_measure 10",
         "",
         "theorems published rotary_bounds many_tokens papers containment mutants mutants_of_constants "
@@ -102,7 +102,7 @@ GROUPS = (
         "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
         "constants/field 4 constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 "
         "constants/self_entropy 5 constants/simplex 4 constants/moved_rows 5 upper/near_tokens 5",
-        "tests/lipschitz/relaxations",
+        "tests/lipschitz/constants tests/lipschitz/upper",
         "mutants mutants_of_constants mutants_of_upper_bounds local_attacked",
     ),
 )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Literal
 
-import numpy as np
 from numpy.linalg import LinAlgError
 
 from otattn._tabular import Result, plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log
-from otattn.lipschitz.containment import domain_contains
+from otattn.lipschitz.containment import domain_contains, same
 from otattn.lipschitz.theorem import THEOREMS, Quantity, prove
-
-__all__ = ["Bound", "Enclosure", "Kind", "Quantity", "prove", "same_map", "stated"]
 
 Kind = Literal["lower", "upper", "local", "estimate"]
 
@@ -93,7 +90,7 @@ class Bound(Result):
             return f"it is a {self.kind} bound"
         if self.quantity != quantity:
             return f"it bounds {self.quantity!r}, not {quantity!r}"
-        if not same_map(self.attention, attention):
+        if not same(self.attention, attention):
             return "it belongs to another attention map"
         if self.p != p:
             return f"it holds for p = {self.p:g}, not {p:g}"
@@ -232,21 +229,6 @@ class Bound(Result):
 def stated(bound: Bound, attention: Any) -> Bound:
     """The bound with the map that it is about."""
     return bound if bound.attention is attention else dataclasses.replace(bound, attention=attention)
-
-
-def same_map(first: Any, second: Any) -> bool:
-    """True when two attention maps are of one kind and made of the same numbers."""
-    if first is second:
-        return True
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, np.ndarray):
-        return first.shape == second.shape and bool(np.array_equal(first, second))
-    if isinstance(first, (tuple, list)):
-        return len(first) == len(second) and all(map(same_map, first, second))
-    if is_dataclass(first):
-        return all(same_map(getattr(first, f.name), getattr(second, f.name)) for f in fields(first) if f.compare)
-    return bool(first == second)
 
 
 @dataclass(frozen=True, eq=False)

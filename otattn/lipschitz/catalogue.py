@@ -9,10 +9,8 @@ from otattn import _validate as check
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import as_attention
-from otattn.lipschitz.theorem import THEOREMS, Theorem, read_all
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, check_dimension, read_all
 from otattn.measures.domains import Ball, Domain
-
-__all__ = ["Catalogue", "theorems"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +85,7 @@ def theorems(
     if attention is None:
         return Catalogue(records)
     as_attention(attention)
-    if n is not None:
-        check.count(n, "n")
+    check_count(n)
     order = check.check_order(p)
     if radius is not None and domain is not None:
         raise ValueError("at most one of radius and domain must be given, received both.")
@@ -98,9 +95,7 @@ def theorems(
             "domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, or the measure of a local bound, received "
             f"{type(region).__name__}; for tokens of norm at most R give radius=R."
         )
-    dim = getattr(region, "dim", None)
-    if None not in (dim, attention.in_dim) and dim != attention.in_dim:
-        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
+    check_dimension(region, attention.in_dim)
     return Catalogue(records, tuple(_covers(t, attention, region, n, order) for t in records))
 
 

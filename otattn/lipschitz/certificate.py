@@ -15,19 +15,16 @@ from typing import Any
 
 import numpy as np
 from numpy.linalg import LinAlgError
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
-from otattn.lipschitz.bound import Bound, Quantity
-from otattn.lipschitz.theorem import check_count
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.theorem import Quantity, check_count
 
-__all__ = ["Certificate", "Statement", "certify", "certify_value", "dual_function", "multiplier", "problem_function"]
-
-Array = NDArray[np.float64]
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], Any]
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result, plain
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz.constants.heads import softmax_head
@@ -18,10 +19,6 @@ from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, l
 from otattn.lipschitz.local.value import local_lipschitz
 from otattn.lipschitz.lower.best import Method, adversarial_tokens
 from otattn.measures import DiscreteMeasure
-
-__all__ = ["RealAgainstAdversarial", "adversarial_head_tokens", "real_against_adversarial", "reduced_head"]
-
-Array = NDArray[np.float64]
 
 
 def adversarial_head_tokens(

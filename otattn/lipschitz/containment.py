@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn._files.saved import Saved
-from otattn.measures import DiscreteMeasure
-from otattn.measures.domains import Ball, Box, Ellipsoid, PointSet
-
-__all__ = ["NearMeasure", "NearTokens", "domain_contains"]
-
-Array = NDArray[np.float64]
+from otattn._linalg import Array
+from otattn.measures.domains import Ball, Box, PointSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,22 +87,22 @@ def domain_contains(outer: Any, inner: Any) -> str | None:
 def _equal(outer: Any, inner: Any) -> bool:
     if isinstance(outer, Ball) and isinstance(inner, Ball):
         return outer.radius == inner.radius
-    if type(outer) is not type(inner):
+    return same(outer, inner)
+
+
+def same(first: Any, second: Any) -> bool:
+    """True when two maps or domains are of one kind and made of the same numbers."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
         return False
-    names: dict[type, tuple[str, ...]] = {
-        Box: ("lower", "upper"),
-        PointSet: ("points",),
-        NearTokens: ("points", "radius"),
-        NearMeasure: ("points", "radius"),
-        DiscreteMeasure: ("points", "weights"),
-    }
-    if isinstance(outer, Ellipsoid):
-        keys: tuple[str, ...] | None = ("shape", "center")
-    else:
-        keys = next((v for k, v in names.items() if isinstance(outer, k)), None)
-    if keys is None:
-        return False
-    return all(np.array_equal(getattr(outer, k), getattr(inner, k)) for k in keys)
+    if isinstance(first, np.ndarray):
+        return first.shape == second.shape and bool(np.array_equal(first, second))
+    if isinstance(first, (tuple, list)):
+        return len(first) == len(second) and all(map(same, first, second))
+    if is_dataclass(first):
+        return all(same(getattr(first, f.name), getattr(second, f.name)) for f in fields(first) if f.compare)
+    return bool(first == second)
 
 
 def _extent(inner: Any, dim: int) -> tuple[Array | None, float]:

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from otattn._tabular import Result, plain
-from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
+from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.upper import published
+from otattn.lipschitz.table import closed_bounds
+from otattn.lipschitz.theorem import THEOREMS
 from otattn.lipschitz.upper_bound import Effort, lipschitz_upper_bound
-from otattn.measures import Domain
-
-__all__ = ["EnclosureTable", "enclose_lipschitz", "enclosure_table", "published_upper"]
+from otattn.measures import Ball, Domain
 
 
 def enclose_lipschitz(
@@ -35,16 +34,10 @@ def enclose_lipschitz(
     Parameters
     ----------
     attention : AttentionMap
-    radius : float, optional
-        Tokens in the centred ball of this radius; or ``domain``.
-    domain : Domain, optional
-    n : int, optional
-        Number of tokens of equal weight; None for all measures.
-    p : float
-        Order, in ``[1, inf]`` for the upper bound; the lower bound offers 1, 2 and inf.
+    radius, domain, n, p, effort
+        As for :func:`otattn.lipschitz_upper_bound`; the lower bound offers the orders 1, 2 and inf.
     rng : Generator or int
         Starts of the search for the witness.
-    effort : {"fast", "deep"}
 
     Returns
     -------
@@ -64,16 +57,11 @@ def enclose_lipschitz(
 
 def published_upper(attention: AttentionMap, *, radius: float, n: int | None) -> Bound | None:
     """The published W_2 upper bound for the map (B1, its masked form, or B3), None where there is none."""
-    inner = attention.attention if isinstance(attention, MaskedAttention) else attention
-    if not isinstance(inner, SoftmaxAttention):
+    if not isinstance(attention.unmasked, SoftmaxAttention):
         return None
-    if isinstance(attention, MaskedAttention):
-        return None if n is None else published.castin2024_masked(attention, radius=radius, n=n)
-    mean_field = published.geshkovski2024_mean_field(attention, radius=radius)
-    if n is None:
-        return mean_field
-    discrete = published.castin2024_discrete(attention, radius=radius, n=n)
-    return discrete if discrete.value <= mean_field.value else mean_field
+    records = [record for record in THEOREMS.values() if record.published and record.kind == "upper"]
+    found = [b for record in records for b in closed_bounds(record, attention, Ball(radius), n, 2.0)]
+    return min(found, key=lambda b: b.log_value, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,13 +142,8 @@ def enclosure_table(
     p, rng, effort
         As for :func:`enclose_lipschitz`.
     """
-    grid: list[tuple[float, int | None]]
-    if radii is None:
-        grid = [(radius, n) for n in n_values]
-    else:
-        grid = [(r, n_values[0]) for r in radii]
-    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in grid)
-    papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in grid)
-    if radii is None:
-        return EnclosureTable("n", tuple(n_values), enclosures, papers)
-    return EnclosureTable("radius", tuple(radii), enclosures, papers)
+    rows = [(radius, n) for n in n_values] if radii is None else [(r, n_values[0]) for r in radii]
+    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in rows)
+    papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in rows)
+    name, values = ("n", tuple(n_values)) if radii is None else ("radius", tuple(radii))
+    return EnclosureTable(name, values, enclosures, papers)

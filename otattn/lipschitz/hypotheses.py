@@ -19,28 +19,6 @@ from otattn.attention import (
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.measures.domains import Ball
 
-__all__ = [
-    "Reason",
-    "any_measure",
-    "centred_ball",
-    "every",
-    "l2",
-    "no_bias",
-    "no_domain",
-    "order_between",
-    "order_two",
-    "rotary",
-    "several_heads",
-    "single_heads",
-    "sinkhorn",
-    "softmax",
-    "sum_of_heads",
-    "tokens",
-    "unless",
-    "unmasked",
-    "unnormalised_map",
-]
-
 Reason = Callable[[Any, Any, "int | None", float], "str | None"]
 """``(attention, domain, n, p)`` -> why the theorem does not apply, None when it does."""
 
@@ -98,31 +76,20 @@ def centred_ball(attention: Any, domain: Any, n: int | None, p: float) -> str | 
 
 def no_bias(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     """A softmax head whose logits are ``<A x, y>`` alone."""
-    head: Any = unmasked(attention)
+    head = attention.unmasked
     biases = [head.bias, None if head.factors is None else head.factors[2]]
     size = max((float(np.abs(b).max(initial=0.0)) for b in biases if b is not None), default=0.0)
     return f"it assumes no query bias, received one with entries up to {size:g}" if size > 0.0 else None
 
 
-def unmasked(attention: AttentionMap) -> AttentionMap:
-    """The map under a mask, or the map itself."""
-    return attention.attention if isinstance(attention, MaskedAttention) else attention
-
-
-def kind_of(attention: Any) -> str:
-    """The name of a map, its mask said."""
-    if isinstance(attention, MaskedAttention):
-        return f"MaskedAttention({type(attention.attention).__name__})"
-    return type(attention).__name__
-
-
 def _head(kinds: type | tuple[type, ...], name: str, masked: bool | None) -> Reason:
     def applies(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
         causal = isinstance(attention, MaskedAttention)
-        if isinstance(unmasked(attention), kinds) and (masked is None or masked == causal):
+        if isinstance(attention.attention if causal else attention, kinds) and masked in (None, causal):
             return None
         wanted = {None: f"{name}, masked or not", True: f"MaskedAttention({name})", False: f"{name} without a mask"}
-        return f"attention must be {wanted[masked]}, received {kind_of(attention)}"
+        received = attention.kind if isinstance(attention, AttentionMap) else type(attention).__name__
+        return f"attention must be {wanted[masked]}, received {received}"
 
     return applies
 
@@ -163,9 +130,9 @@ def sum_of_heads(attention: Any, domain: Any, n: int | None, p: float) -> str | 
 
 def several_heads(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     """A sum of heads."""
-    if isinstance(unmasked(attention), MultiHeadAttention):
+    if isinstance(attention.unmasked, MultiHeadAttention):
         return None
-    return f"attention must be MultiHeadAttention, masked or not, received {kind_of(attention)}"
+    return f"attention must be MultiHeadAttention, masked or not, received {attention.kind}"
 
 
 def unless(condition: Callable[[int | None, float], bool], reason: Reason) -> Reason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,10 @@ from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import largest_norm, see
-from otattn.lipschitz.lower import published as published_below
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, resolve_domain
-from otattn.lipschitz.upper import blocks, gates_and_heads, l2, masked, multi_head, published, scores, unnormalised
-from otattn.lipschitz.upper.softmax import row_bound_of, softmax_bounds
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, read_all, resolve_domain
+from otattn.lipschitz.upper import published
+from otattn.lipschitz.upper.softmax import bound_of, bounds_of
 from otattn.measures.domains import Ball, Domain
-
-__all__ = ["BoundTable", "Crossover", "closed_bounds", "crossover", "table"]
-
-CLOSED = (l2, masked, published, published_below, scores, multi_head, unnormalised, blocks, gates_and_heads)
-"""The modules whose theorems a table shows: they are registered when their modules are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +31,6 @@ class BoundTable(Result, Sequence[Bound]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.bounds[index]
-
-    def __iter__(self) -> Iterator[Bound]:
-        return iter(self.bounds)
 
     def rows(self) -> list[dict[str, Any]]:
         """One record a bound."""
@@ -60,13 +51,9 @@ def table(
     ----------
     attention : softmax, L2, unnormalised or multi-head attention, masked or not
         Other kinds have no closed-form bound here and give an empty table.
-    radius : float, optional
-        Tokens in the centred ball; or ``domain`` (the published bounds then use its largest norm).
-    domain : Domain, optional
-    n : int, optional
-        Number of tokens; the bounds for any measure apply to them too and are listed with ``n = None``.
-    p : float
-        In ``[1, inf]``.
+    radius, domain, n, p
+        As for :func:`otattn.lipschitz_upper_bound`. The published bounds use the largest norm of a domain; bounds for any
+        measure apply to n tokens too and are listed with ``n = None``.
 
     Examples
     --------
@@ -77,6 +64,7 @@ def table(
     Bound(upper 1, p=2, n=1, column_bound)
     """
     region, count, order = resolve_domain(radius, domain, attention.in_dim), check_count(n), check.check_order(p)
+    read_all()
     found: list[Bound] = []
     for record in THEOREMS.values():
         if record.closed and record.quantity == "lipschitz":
@@ -149,9 +137,9 @@ def crossover(attention: AttentionMap, radius: float) -> Crossover:
         return float(b.log_value)
 
     mean = log_of(published.geshkovski2024_mean_field(attention, radius=radius))
-    ours = min(log_of(b) for b in softmax_bounds(seen, None, 2.0))
+    ours = min(log_of(b) for b in bounds_of(attention, seen, None, 2.0))
     first = _least(lambda n: log(published.castin_upper(form, radius, n)[0]), mean)
-    second = _least(lambda n: row_bound_of(seen, n).log_value, ours)
+    second = _least(lambda n: bound_of("row_bound", seen, n, 2.0).log_value, ours)
     return Crossover(first[0], second[0], first[1], second[1])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,18 +26,6 @@ from otattn.measures.domains import Ball, Domain
 
 if TYPE_CHECKING:
     from otattn.lipschitz.bound import Bound
-
-__all__ = [
-    "THEOREMS",
-    "PublicTheorem",
-    "Quantity",
-    "Theorem",
-    "check_count",
-    "prove",
-    "read_all",
-    "resolve_domain",
-    "theorem",
-]
 
 Quantity = Literal[
     "lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs"
@@ -66,7 +55,7 @@ THEOREMS: dict[str, Theorem] = {}
 """All theorems by key, in the order in which their modules are read."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Theorem(Saved):
     """One theorem.
 
@@ -98,16 +87,16 @@ class Theorem(Saved):
     key: str
     statement: str
     hypotheses: str
-    reference: str
-    kind: Literal["upper", "lower", "local"]
-    quantity: Quantity
-    closed: bool
-    measures: bool
-    rigorous: bool
-    everywhere: bool
-    proof: str
     applies: Reason
     evaluate: Evaluation
+    proof: str
+    reference: str = "otattn"
+    kind: Literal["upper", "lower", "local"] = "upper"
+    quantity: Quantity = "lipschitz"
+    closed: bool = True
+    measures: bool = False
+    rigorous: bool = True
+    everywhere: bool = False
 
     @property
     def published(self) -> bool:
@@ -148,51 +137,36 @@ class Theorem(Saved):
         }
 
 
-def theorem(
-    key: str,
-    *,
-    statement: str,
-    hypotheses: str,
-    applies: Reason,
-    reference: str = "otattn",
-    kind: Literal["upper", "lower", "local"] = "upper",
-    quantity: Quantity = "lipschitz",
-    closed: bool = True,
-    measures: bool = False,
-    rigorous: bool = True,
-    everywhere: bool = False,
-    count: int | None = None,
-) -> Callable[[Evaluation], PublicTheorem]:
+def theorem(key: str, *, count: int | None = None, **record: Any) -> Callable[[Evaluation], PublicTheorem]:
     """Register the function that evaluates a theorem; what it becomes is the function that users call.
 
     A closed form is ``(attention, domain, n, p, exact) -> Bound``. Others are ``(attention, domain, n, p, *, options) -> Bound``,
     their options keyword-only (``effort`` is passed on by the search for the best bound). ``count`` is the n that is meant when
-    none is given.
+    none is given; ``record`` are the fields of :class:`Theorem`.
     """
 
     def register(function: Evaluation) -> PublicTheorem:
         if key in THEOREMS:
             raise ValueError(f"key must be new, received {key!r}, which is registered already; choose another.")
         module = inspect.getmodule(function)
-        record = Theorem(
-            key,
-            statement,
-            hypotheses,
-            reference,
-            kind,
-            quantity,
-            closed,
-            measures,
-            rigorous,
-            everywhere,
-            "" if module is None else module.__name__,
-            applies,
-            function,
-        )
-        THEOREMS[key] = record
-        return _public(record, count)
+        proof = "" if module is None else module.__name__
+        THEOREMS[key] = Theorem(key=key, evaluate=function, proof=proof, **record)
+        return _public(THEOREMS[key], count)
 
     return register
+
+
+def check_dimension(domain: Any, dim: int | None) -> None:
+    """Refuse a domain of another space than that of the tokens."""
+    received = getattr(domain, "dim", None)
+    if None not in (received, dim) and received != dim:
+        raise ValueError(f"domain must have dimension {dim} like the attention, received {received}.")
+
+
+def check_effort(effort: Any) -> None:
+    """Refuse what is neither "fast" nor "deep"."""
+    if effort not in ("fast", "deep"):
+        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
 
 
 _PARAMETERS = """
@@ -218,7 +192,7 @@ _ERRORS = """
 
 def _public(record: Theorem, default: int | None) -> PublicTheorem:
     """The function that users call: it resolves the domain, checks the hypotheses, and evaluates."""
-    function, ask = record.evaluate, _ask
+    function, ask = inspect.unwrap(record.evaluate), _ask
 
     def public(
         attention: AttentionMap,
@@ -238,31 +212,17 @@ def _public(record: Theorem, default: int | None) -> PublicTheorem:
     own = [v for v in inspect.signature(function).parameters.values() if v.kind is v.KEYWORD_ONLY]
     out.__signature__ = inspect.Signature([*shared, *own], return_annotation="Bound")  # type: ignore[attr-defined]
     text = inspect.cleandoc(function.__doc__ or record.statement)
-    head, mark, rest = text.partition("\nOther Parameters\n")
+    head, *sections = re.split(r"\n(?=[A-Z][A-Za-z ]+\n----+\n)", text)
     parameters = inspect.cleandoc(_PARAMETERS.format(hypotheses=record.hypotheses))
-    if mark:
-        own_text, rest = _section(rest)
-        parameters += "\n" + own_text
-    else:
-        head, rest = _first_section(text)
-    out.__doc__ = "\n\n".join(
-        part.strip("\n") for part in (head, parameters, inspect.cleandoc(_ERRORS), rest) if part.strip()
-    )
+    own_parameters = next((s for s in sections if s.startswith("Other Parameters\n")), "")
+    if own_parameters:
+        sections.remove(own_parameters)
+        parameters += "\n" + own_parameters.split("\n", 2)[2].rstrip()
+    if not any(s.startswith("References\n") for s in sections):
+        source = record.reference if record.published else "Our own theorem"
+        sections.append(f"References\n----------\n{source}; the proof is in :mod:`{record.proof}`.")
+    out.__doc__ = "\n\n".join(part.strip("\n") for part in (head, parameters, inspect.cleandoc(_ERRORS), *sections))
     return out
-
-
-def _section(text: str) -> tuple[str, str]:
-    """The body of a section of a docstring, and what follows it."""
-    lines = text.splitlines()[1:]
-    end = next((k for k in range(len(lines) - 1) if lines[k + 1] and set(lines[k + 1]) == {"-"}), len(lines))
-    return "\n".join(lines[:end]).rstrip(), "\n".join(lines[end:])
-
-
-def _first_section(text: str) -> tuple[str, str]:
-    """What stands before the first section of a docstring, and the rest."""
-    lines = text.splitlines()
-    start = next((k for k in range(len(lines) - 1) if len(lines[k + 1]) > 3 and set(lines[k + 1]) == {"-"}), len(lines))
-    return "\n".join(lines[:start]), "\n".join(lines[start:])
 
 
 def _ask(
@@ -284,6 +244,7 @@ def _ask(
             raise TypeError(f"{record.key} takes no option, received {sorted(options)}.")
         return prove(record.key, attention, region, count, order)
     _check_applies(record, attention, region, count, order)
+    check_effort(options.get("effort", "fast"))
     found: Bound = record.evaluate(attention, region, count, order, **options)
     return found
 
@@ -298,9 +259,7 @@ def prove(theorem: str, attention: Any, domain: Any, n: int | None, p: float, *,
     """
     check_count(n)
     check.check_order(p)
-    dim = getattr(domain, "dim", None)
-    if None not in (dim, attention.in_dim) and dim != attention.in_dim:
-        raise ValueError(f"domain must have dimension {attention.in_dim} like the attention, received {dim}.")
+    check_dimension(domain, attention.in_dim)
     record = THEOREMS[theorem]
     _check_applies(record, attention, domain, n, p)
     with exact_arithmetic() if exact else nullcontext():
@@ -328,8 +287,7 @@ def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None)
         return Ball(radius)
     if not isinstance(domain, Domain):
         raise ValueError(f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}.")
-    if dim is not None and domain.dim is not None and domain.dim != dim:
-        raise ValueError(f"domain must have dimension {dim} like the attention, received {domain.dim}.")
+    check_dimension(domain, dim)
     return domain
 
 

@@ -11,17 +11,14 @@ from otattn._linalg import spectral_norm
 from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.attention.base import as_attention
 from otattn.errors import CertificateError
-from otattn.lipschitz import relaxations as relaxations  # whose theorems are registered when they are read
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorems
-from otattn.lipschitz.hypotheses import every, order_two, several_heads, unmasked
+from otattn.lipschitz.hypotheses import every, order_two, several_heads
 from otattn.lipschitz.table import closed_bounds, table
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, resolve_domain
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, check_effort, resolve_domain
 from otattn.lipschitz.theorem import theorem as _theorem
 from otattn.lipschitz.upper.multi_head import head_with_values, multi_head
 from otattn.measures import Domain
-
-__all__ = ["Effort", "lipschitz_upper_bound", "upper_bounds"]
 
 Effort = Literal["fast", "deep"]
 PAIR_DIMENSION = 24
@@ -41,8 +38,7 @@ def upper_bounds(
 
     A relaxation whose certificate cannot be repaired is left out: the closed forms need no solver.
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f'effort must be "fast" or "deep", received {effort!r}.')
+    check_effort(effort)
     region = resolve_domain(radius, domain, as_attention(attention).in_dim)
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
@@ -68,7 +64,7 @@ def _attempt(
 
 
 def _plain_softmax(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    whole: Any = unmasked(attention)
+    whole: Any = attention.unmasked
     odd = next((h for h in whole.heads if not isinstance(h, SoftmaxAttention)), None)
     return None if odd is None else f"every head must be SoftmaxAttention, received {type(odd).__name__}"
 
@@ -82,7 +78,7 @@ def _plain_softmax(attention: Any, domain: Any, n: int | None, p: float) -> str 
 )
 def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, *, effort: Effort = "fast") -> Bound:
     # bounds of the heads with the identity for their values: multi_head checks that this is what they are
-    whole: Any = unmasked(attention)
+    whole: Any = attention.unmasked
     heads = [head_with_values(attention, h, None) for h in range(len(whole.heads))]
     bounds = [upper_bounds(h, domain=domain, n=n, p=p, effort=effort)[0] for h in heads]
     return multi_head(attention, domain=domain, n=n, head_bounds=bounds)
@@ -155,7 +151,8 @@ def lipschitz_upper_bound(
     8.123106
     """
     if theorem is not None:
-        return _of_theorem(theorem, attention, radius, domain, n, p, effort)
+        region, order = resolve_domain(radius, domain, as_attention(attention).in_dim), check.check_order(p)
+        return _of_theorem(theorem, attention, region, check_count(n), order, effort)
     candidates = upper_bounds(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
     if not candidates:
         catalogue = theorems(attention, radius=radius, domain=domain, n=n, p=p)
@@ -163,34 +160,23 @@ def lipschitz_upper_bound(
         raise ValueError(
             f"no upper bound applies to {type(attention).__name__} with n={n}, p={p:g} ({why}); see otattn.theorems."
         )
-    return _with_count(candidates[0], len(candidates))
+    best = candidates[0]
+    return dataclasses.replace(best, details={**best.details, "candidates": len(candidates)})
 
 
-def _of_theorem(
-    key: str,
-    attention: AttentionMap,
-    radius: float | None,
-    domain: Domain | None,
-    n: int | None,
-    p: float,
-    effort: Effort,
-) -> Bound:
+def _of_theorem(key: str, attention: AttentionMap, region: Domain, n: int | None, p: float, effort: Effort) -> Bound:
     """The bound of one theorem."""
     record = THEOREMS.get(key)
     if record is None or record.kind != "upper" or record.quantity != "lipschitz":
         known = sorted(t.key for t in THEOREMS.values() if t.kind == "upper" and t.quantity == "lipschitz")
         raise ValueError(f"theorem must be one of {', '.join(known)}, received {key!r}.")
-    region, order = resolve_domain(radius, domain, as_attention(attention).in_dim), check.check_order(p)
-    check_count(n)
-    closed = closed_bounds(record, attention, region, n, order) if record.closed else None
-    found = _attempt(record, attention, region, n, order, effort) if closed is None else closed
+    if record.closed:
+        found = closed_bounds(record, attention, region, n, p)
+    else:
+        found = _attempt(record, attention, region, n, p, effort)
     if not found:
-        why = record.reason(attention, region, n, order)
+        why = record.reason(attention, region, n, p)
         if why is None:
             raise CertificateError(f"what the solver proposed for {key} proves nothing; try effort='deep'.")
         raise ValueError(f"{key} does not apply: {why}; otattn.theorems(attention, ...) lists what does.")
     return min(found, key=lambda b: b.log_value)
-
-
-def _with_count(bound: Bound, count: int) -> Bound:
-    return dataclasses.replace(bound, details={**bound.details, "candidates": count})

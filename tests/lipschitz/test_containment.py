@@ -9,8 +9,7 @@ import pytest
 
 from otattn import bounds
 from otattn.attention import L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
-from otattn.lipschitz.bound import same_map
-from otattn.lipschitz.containment import NearTokens, domain_contains
+from otattn.lipschitz.containment import NearTokens, domain_contains, same
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, LayerNormDomain, PointSet
 
 ABOVE = float(np.nextafter(1.0, 2.0))
@@ -122,8 +121,8 @@ def test_random_sets_against_samples(seed: int) -> None:
 def test_maps_of_the_same_numbers() -> None:
     A, V = np.array([[1.0, 0.2], [0.0, 1.0]]), np.eye(2)
     head = SoftmaxAttention(A, V)
-    assert same_map(head, SoftmaxAttention(A.copy(), V))
-    assert same_map(MultiHeadAttention([head, head]), MultiHeadAttention([head, SoftmaxAttention(A, V)]))
+    assert same(head, SoftmaxAttention(A.copy(), V))
+    assert same(MultiHeadAttention([head, head]), MultiHeadAttention([head, SoftmaxAttention(A, V)]))
     nudged = A.copy()
     nudged[0, 1] = np.nextafter(0.2, 1.0)
     factored = SoftmaxAttention.from_qkv(A, np.eye(2), V, scale=1.0)
@@ -139,10 +138,10 @@ def test_maps_of_the_same_numbers() -> None:
         None,
         "head",
     ):
-        assert not same_map(head, other)
-        assert not same_map(other, head)
-    assert not same_map(MultiHeadAttention([head]), MultiHeadAttention([head], [V]))
-    assert not same_map(MultiHeadAttention([head]), MultiHeadAttention([head, head]))
+        assert not same(head, other)
+        assert not same(other, head)
+    assert not same(MultiHeadAttention([head]), MultiHeadAttention([head], [V]))
+    assert not same(MultiHeadAttention([head]), MultiHeadAttention([head, head]))
 
 
 def test_a_bound_covers_what_it_says_only() -> None:

@@ -15,9 +15,9 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import see
-from otattn.lipschitz.constants.rows import _density_excess
+from otattn.lipschitz.constants.rows import density_excess
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
-from otattn.lipschitz.constants.simplex import _dual as simplex_dual
+from otattn.lipschitz.constants.simplex import dual_value as simplex_dual
 from otattn.lipschitz.constants.sum_of_heads import combine_heads
 from otattn.lipschitz.relaxations import interval_simplex
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
@@ -61,7 +61,7 @@ def test_a_tangent_is_above_the_cubic_of_the_density():
         rest, b, q = rng.random(), 10.0 ** rng.uniform(-2, 2), 0.5 * rng.random()
         meet = q * rng.choice([1.0, rng.random(), 0.0])
         most = f(np.linspace(meet, 1.0, 2001)).max()
-        bound = f(q) + _density_excess(rest, b, q, meet)
+        bound = f(q) + density_excess(rest, b, q, meet)
         assert most <= bound * (1 + 1e-12)
         near += bound <= 1.02 * most
     assert near >= 20

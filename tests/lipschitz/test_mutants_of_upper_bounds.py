@@ -21,11 +21,11 @@ from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.constants.self_logit import psd_defect, unit_numbers
 from otattn.lipschitz.upper import psd
-from otattn.lipschitz.upper.mean_field import _covariance, _covariance_applies, _log_bound
+from otattn.lipschitz.upper.mean_field import branch_of, log_bound
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
-from otattn.lipschitz.upper.rows_and_columns import _Rows
+from otattn.lipschitz.upper.rows_and_columns import Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
-from otattn.lipschitz.upper.unnormalised import _suprema
+from otattn.lipschitz.upper.unnormalised import suprema
 from otattn.measures import Ball, DiscreteMeasure, Ellipsoid
 
 A1, B1 = 1.0 + 2.0**-27, 1.0 + 2.0**-26 + 2.0**-28
@@ -138,19 +138,19 @@ def test_mean_field_of_order_one_holds_at_two_atoms(alpha):
 def test_a_form_near_a_semidefinite_one_moves_the_bound_by_its_distance():
     """``log T`` moves by at most ``2 |E|``, and by ``h (2 a |E| + |E|^2)`` in the second factor."""
     head = unit_numbers(SoftmaxAttention([[2.0, 1e-15], [0.0, 1.0]], np.eye(2)), Ball(1.0))
-    assert _covariance_applies(head, 2.0)
     apart, a = psd_defect(head), float(upper(head.a))
     assert apart > 0.0
     for h in (1e-3, 0.1, 1.0, 10.0):
-        _, loose = _covariance(head, {"h": np.array([h])})
-        assert loose >= 2.0 * apart + h * (2.0 * a * apart + apart**2)
+        branch = branch_of("covariance", head, 2.0, {"h": np.array([h])})
+        assert branch is not None
+        assert branch[2] >= 2.0 * apart + h * (2.0 * a * apart + apart**2)
 
 
 @pytest.mark.parametrize("x", [1.0, 30.0, 600.0])
 def test_the_logarithm_of_a_bound_has_room_for_its_rounding(x):
     """Numbers of size x are rounded by multiples of ``2^-52 x``, a hundred of them in a sum over cells."""
     head = unit_numbers(SoftmaxAttention([[1.0]], [[1.0]]), Ball(1.0))
-    found = float(_log_bound(head, 1.0, x))
+    found = float(log_bound(head, 1.0, x))
     with mp.workdps(40):
         exact = mp.log(mp.mpf(float(head.sigma)) + mp.mpf(float(head.v)) * mp.exp(mp.mpf(x)))
         assert found - exact >= 100 * 2.0**-52 * x
@@ -167,7 +167,7 @@ def test_the_peak_of_a_row_is_the_maximum():
     rng = np.random.default_rng(0)
     for _ in range(50):
         gamma, spread, diagonal = 2.0 * rng.random((3, 1))
-        rows = _Rows(gamma, spread, diagonal, 3, 1.0, 4)
+        rows = Rows(gamma, spread, diagonal, 3, 1.0, 4)
         k, e, s = 2.0 * rng.random((1, 1)), rng.random((1, 1)), rng.choice([0.5, 1.0, 1.5, 4.0])
         x = np.linspace(0.0, float(k[0, 0]), 4001)
         most = ((x + diagonal[0] * e[0, 0]) ** 2 - s * x**2).max()
@@ -222,7 +222,7 @@ def test_the_slope_of_a_sigmoid_weight_is_attained(a):
     most = float((q + a * q * (1.0 - q)).max())
     head = SigmoidAttention([[1.0]], [[1.0]])
     for number in (a, lift(a)):
-        found = math.exp(float(upper(_suprema(head, number)[0])))
+        found = math.exp(float(upper(suprema(head, number)[0])))
         assert most <= found * (1 + 1e-12)
         assert found == pytest.approx(most, rel=1e-6)
 

@@ -24,11 +24,9 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["KERNELS", "Increasing", "Pair", "matmul", "power", "repaired", "xlogx"]
+from otattn._linalg import Array
 
-Array = NDArray[np.float64]
 Pair = tuple[Array, Array]
 
 EPS = 2.0**-52

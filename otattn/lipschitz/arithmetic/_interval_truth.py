@@ -8,8 +8,6 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
-__all__ = ["Truth"]
-
 
 class Truth(NDArrayOperatorsMixin):
     """Answers to a comparison: `sure` where it holds for all numbers in the intervals, `maybe` where for some."""

@@ -16,18 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import EPS, Array
 from otattn.attention.head import FLOATS, Arithmetic
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.intervals import Interval
 
-__all__ = ["BALLS", "BallMatrix", "arithmetic_of", "exact_arithmetic", "orthonormal_columns", "proves_psd"]
-
-Array = NDArray[np.float64]
-
 BITS = 192
-_EPS = float(np.finfo(np.float64).eps)
 _LADDER = (1.0, 8.0, 64.0, 4096.0)
 """Multiples of the usual backward error that are tried as the margin of an eigenvalue."""
 
@@ -212,7 +207,7 @@ def _top(S: BallMatrix) -> Any:
     size, n = max(abs(float(w[0])), abs(float(w[-1]))), len(w)
     radius = upper_end(_radii(S).norm())
     for factor in _LADDER:
-        bound = float(w[-1]) + factor * (8.0 * n * _EPS * size + 4.0 * radius)
+        bound = float(w[-1]) + factor * (8.0 * n * EPS * size + 4.0 * radius)
         if proves_psd(BallMatrix.exact(bound * np.eye(n)) - S):
             return flint.arb(max(bound, 0.0)) if w[-1] >= 0 else flint.arb(bound)
     raise CertificateError(
@@ -252,7 +247,7 @@ def _factorised(whole: BallMatrix) -> bool:
     k = len(mid)
     radius = 0.0
     for factor in (2.0, 16.0, 256.0):
-        shift = factor * k * _EPS + 2.0 * radius
+        shift = factor * k * EPS + 2.0 * radius
         try:
             L = np.linalg.cholesky(mid - shift * np.eye(k))
         except np.linalg.LinAlgError:

@@ -17,15 +17,11 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from numpy.typing import NDArray
 from scipy import special
 
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic._interval_kernels import KERNELS, Pair, power, repaired, xlogx
 from otattn.lipschitz.arithmetic._interval_truth import Truth
-
-__all__ = ["Interval", "Truth", "dispatch", "is_interval", "lift", "lower", "upper", "xlogy"]
-
-Array = NDArray[np.float64]
 
 
 def _pair(x: Any) -> Pair:
@@ -187,6 +183,11 @@ def is_interval(x: Any) -> bool:
 def lift(x: Any) -> Interval:
     """`Interval.exact`: floats as intervals of length 0."""
     return Interval.exact(x)
+
+
+def like(x: Any, other: Any) -> Any:
+    """A number in the arithmetic of another: an interval of length 0 beside an interval."""
+    return lift(x) if isinstance(other, Interval) else x
 
 
 def upper(x: Any) -> Array:

@@ -13,21 +13,6 @@ import numpy as np
 
 from otattn.lipschitz.arithmetic.intervals import is_interval, upper
 
-__all__ = [
-    "LEAST",
-    "NOTHING",
-    "ROUNDING",
-    "down",
-    "is_zero",
-    "least",
-    "log",
-    "log_sum",
-    "product",
-    "safe_exp",
-    "top",
-    "up",
-]
-
 MARGIN = 1e-12
 """Relative margin of the closed forms: a hundred operations with errors of 1e-15, and a factor 10."""
 ROUNDING = 1e-11

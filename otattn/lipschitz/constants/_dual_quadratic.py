@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cholesky, eigh
 from scipy.sparse.linalg import eigsh
 
-from otattn._linalg import bordered, mid, symmetrize
+from otattn._linalg import EPS, Array, bordered, mid, symmetrize
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
 
-__all__ = ["EPS", "box_maximum", "box_multipliers", "box_sdp_constraint", "row_span", "top_eigenvalue", "triangular"]
-
-Array = NDArray[np.float64]
-EPS = float(np.finfo(np.float64).eps)
 _REDUCE_FROM = 48  # below this dimension the reduction costs more than it saves
 
 

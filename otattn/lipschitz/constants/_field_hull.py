@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import lambda_max_upper, mid, norm_upper, spectral_norm
+from otattn._linalg import EPS, Array, lambda_max_upper, mid, norm_upper, spectral_norm
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import product
@@ -32,16 +32,13 @@ from otattn.lipschitz.certificate import (
     multiplier,
     problem_function,
 )
-from otattn.lipschitz.constants._dual_quadratic import EPS, triangular
+from otattn.lipschitz.constants._dual_quadratic import triangular
 from otattn.lipschitz.constants._field_plane import best_edge_point, plane_field
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Region
 from otattn.measures import Box, DiscreteMeasure, PointSet
 
-__all__ = ["box_field", "points_field", "unit_pair"]
-
-Array = NDArray[np.float64]
 # boxes: up to this dimension through their vertices, which is tighter than the semidefinite program
 _VERTEX_LIMIT = 12
 # and beyond this one by a low-rank ascent instead of an interior-point method
@@ -94,7 +91,7 @@ def box_field(statement: Statement, solver: str | None, max_iter: int | None) ->
     scale = 0.0 if units is None else product(*units)
     M1, M2 = V.T @ V, K.T @ K
     k = len(M1)
-    s, diagonal, proposal = 1.0, np.zeros(k), Proposal("none", "zero map", 0.0)
+    s, diagonal, proposal = 1.0, np.zeros(k), Proposal()
     step = np.ones(k)
     if scale > 0:
         s, diagonal, step, proposal = _low_rank_ascent(M1, M2, max_iter)
@@ -118,9 +115,7 @@ def box_field(statement: Statement, solver: str | None, max_iter: int | None) ->
         statement=statement,
         problem=problem,
         multipliers={"s": [s], "diagonal": diagonal},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
         **common,
     )
 
@@ -262,7 +257,7 @@ def _pairs(statement: Statement, max_iter: int | None, common: Mapping[str, Any]
     problem = _points_problem(statement)
     pairs, units = problem["pairs"], problem["units"]
     scale = 0.0 if units is None else product(*units)
-    s, proposal = 1.0, Proposal("none", "zero map", 0.0)
+    s, proposal = 1.0, Proposal()
     if units is not None:
         pairs = pairs / np.array(units)
 
@@ -277,9 +272,7 @@ def _pairs(statement: Statement, max_iter: int | None, common: Mapping[str, Any]
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
         **common,
     )
 

@@ -18,17 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import EPS, Array
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import product
 from otattn.lipschitz.certificate import Certificate, Statement, certify, dual_function, multiplier
-from otattn.lipschitz.constants._dual_quadratic import EPS
-
-__all__ = ["best_edge_point", "plane_field"]
-
-Array = NDArray[np.float64]
 
 _CELLS = 4096
 

@@ -10,8 +10,6 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement
 from otattn.lipschitz.theorem import prove
 
-__all__ = ["integer", "number", "trivial"]
-
 
 def number(options: Mapping[str, Any], name: str, *, least: float = 0.0, most: float = math.inf) -> float:
     """The entry ``name``, in ``[least, most]``."""

@@ -12,8 +12,6 @@ from scipy.optimize import minimize_scalar
 from otattn import _validate as check
 from otattn.errors import CertificateError
 
-__all__ = ["Proposal", "cvxpy_solve", "scalar_search", "scalar_value"]
-
 _ITERATION_OPTION = {"CLARABEL": "max_iter", "SCS": "max_iters"}
 
 
@@ -21,9 +19,13 @@ _ITERATION_OPTION = {"CLARABEL": "max_iter", "SCS": "max_iters"}
 class Proposal:
     """What a solver says of its own work; a record, not a proof."""
 
-    solver: str
-    status: str
-    value: float
+    solver: str = "none"
+    status: str = "zero map"
+    value: float = 0.0
+
+    def claims(self, scale: float = 1.0) -> dict[str, Any]:
+        """What a certificate records, the value in units of ``1 / scale``."""
+        return {"solver": self.solver, "solver_status": self.status, "solver_value": self.value * scale}
 
 
 def scalar_search(

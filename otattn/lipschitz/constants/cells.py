@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["Maximum", "boxes", "maximise", "proved_below"]
+from otattn._linalg import Array
+from otattn.lipschitz.arithmetic.intervals import lift
 
-Array = NDArray[np.float64]
 CellBound = Callable[[Array, Array], Array | tuple[Array, Array]]
 
 HOPELESS = 0.05
@@ -30,6 +30,11 @@ class Maximum:
     lo: Array
     hi: Array
     cells: int
+
+
+def ends(lo: Array, hi: Array, exact: bool) -> tuple[Any, Any]:
+    """The ends of cells, as intervals in exact arithmetic."""
+    return (lift(lo), lift(hi)) if exact else (lo, hi)
 
 
 def boxes(*axes: Array) -> tuple[Array, Array]:

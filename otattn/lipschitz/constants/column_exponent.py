@@ -1,10 +1,7 @@
 r"""Column sums of softmax attention: ``kappa = max <A x + c, y - x>`` over x, y in the domain.
 
-For every measure mu on the domain, ``k(x, y) = e^{<g(x), y>} / int e^{<g(x), z>} dmu(z)`` and
-``T = int k(x, y) dmu(x)`` (for n tokens, ``T_j = sum_i P_ij``), with ``alpha = k(., y) mu / T`` of mean
-``xbar``: ``log k(x, y) <= int <g(x), y - x'> dalpha(x') - H`` by Gibbs' inequality, H the entropy of alpha
-relative to mu, and ``log T = int log k dalpha + H``, so ``log T <= <g(xbar), y - xbar> <= kappa``. Not for
-masked attention, whose rows sum over different sets.
+For every measure on the domain ``log T <= kappa``, T the largest column sum (proof in
+:func:`otattn.lipschitz.upper.softmax.column_sum`). Not for masked attention, whose rows sum over different sets.
 
 Duals, by ``gamma <= 1 / (4 nu) + nu gamma^2`` for every ``nu > 0``:
 
@@ -22,9 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn._linalg import mid, norm_upper, product_error, spectral_norm, symmetrize
+from otattn._linalg import EPS, Array, mid, norm_upper, product_error, spectral_norm, symmetrize
 from otattn.attention import AttentionMap
 from otattn.lipschitz.certificate import (
     Certificate,
@@ -35,23 +31,19 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import (
-    EPS,
     box_maximum,
     box_multipliers,
     box_sdp_constraint,
     row_span,
 )
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
+from otattn.lipschitz.constants.heads import enclosing_round, gradient_error, softmax_head
 from otattn.lipschitz.constants.quadratic import column_dual
 from otattn.lipschitz.constants.regions import Region
 from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, Domain
 
-__all__ = ["column_exponent"]
-
-Array = NDArray[np.float64]
 # with the data normalised kappa <= 2, so 1 / (4 nu) <= 2; and nu / 4 - 1 <= kappa
 _LOW, _HIGH = 0.125, 12.0
 
@@ -96,10 +88,6 @@ def column_exponent(
     >>> from otattn.attention import SoftmaxAttention
     >>> round(column_exponent(SoftmaxAttention(np.eye(3), np.eye(3)), radius=2.0).value, 6)
     1.0
-
-    References
-    ----------
-    Our own theorem (column sums); the proof is in the docstring of this module.
     """
     statement = Statement(attention, domain, n, p)
     return _box(statement, solver, max_iter) if isinstance(domain, Box) else _round(statement, solver, max_iter)
@@ -122,10 +110,7 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     # z and z' - z have norms at most 1 and 2; each product was rounded
     size = float(norm_upper(E))
     rounded = product_error(left, E) + product_error(E.T, head.A) * size + product_error(E.T, shifted[:, None])
-    rounded += size * (
-        product_error(head.A, around.center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
-    )
-    rounded += size * head.lost * (size + float(norm_upper(around.center)))
+    rounded += size * gradient_error(head, around.center, size)
     # all of it may have cancelled: what rounded is left
     unit = max(unit, rounded, 1e-290)
     A, c = A / unit, c / unit
@@ -146,7 +131,7 @@ def _round_dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) ->
 def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
     problem = _round_problem(statement)
     A, c, scale = problem["A"], problem["c"], problem["unit"]
-    nu, proposal = 1.0, Proposal("none", "zero map", 0.0)
+    nu, proposal = 1.0, Proposal()
     if scale > 0:
         if solver is None:
             nu, proposal = scalar_search(lambda t: float(column_dual(A, c, t)), _LOW, _HIGH, max_iter=max_iter)
@@ -157,9 +142,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
         statement=statement,
         problem=problem,
         multipliers={"nu": [nu]},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
     )
 
 
@@ -192,8 +175,7 @@ def _box_problem(statement: Statement) -> dict[str, Any]:
     unit, slack = max(unit, 1e-290), 0.0
     if not statement.exact:
         size = float(np.linalg.norm(r))
-        rounded = product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
-        rounded = 2.0 * size * (rounded + head.lost * (size + float(norm_upper(center))))
+        rounded = 2.0 * size * gradient_error(head, center, size)
         unit = max(unit, rounded)  # all of A b + c may have cancelled: what rounded is left
         slack = rounded / unit + 16.0 * len(r) * EPS
     return {"A": A / unit, "c": c / unit, "unit": unit, "slack": slack}
@@ -219,7 +201,7 @@ def _pair_form(A: Any, c: Any) -> tuple[Any, Any]:
 def _box(statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
     problem = _box_problem(statement)
     scale = problem["unit"]
-    diagonal, proposal = np.zeros(2 * len(problem["c"])), Proposal("none", "zero map", 0.0)
+    diagonal, proposal = np.zeros(2 * len(problem["c"])), Proposal()
     if scale > 0:
         H, b = _pair_form(problem["A"], problem["c"])
         diagonal, proposal = box_multipliers(H, b, solver or "CLARABEL", max_iter)
@@ -228,7 +210,5 @@ def _box(statement: Statement, solver: str | None, max_iter: int | None) -> Cert
         statement=statement,
         problem=problem,
         multipliers={"diagonal": diagonal},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
     )

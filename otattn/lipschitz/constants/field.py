@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn._linalg import product_error
+from otattn._linalg import EPS, Array, product_error
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import product
 from otattn.lipschitz.certificate import (
@@ -34,7 +33,7 @@ from otattn.lipschitz.certificate import (
     multiplier,
     problem_function,
 )
-from otattn.lipschitz.constants._dual_quadratic import EPS, row_span, triangular
+from otattn.lipschitz.constants._dual_quadratic import row_span, triangular
 from otattn.lipschitz.constants._field_hull import box_field, points_field, unit_pair
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
@@ -42,10 +41,6 @@ from otattn.lipschitz.constants.quadratic import norm_product_dual
 from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Box, DiscreteMeasure, Domain, PointSet
-
-__all__ = ["field_certificate"]
-
-Array = NDArray[np.float64]
 
 
 @theorem(
@@ -92,10 +87,6 @@ def field_certificate(
     >>> bound = field_certificate(SoftmaxAttention([[1.0]], [[2.0]]), domain=Box([-1.0], [3.0]))
     >>> round(bound.value, 5)
     8.0
-
-    References
-    ----------
-    Our own theorem (field part); the proof is in the docstring of this module.
     """
     statement = Statement(attention, domain, n, p)
     if isinstance(domain, PointSet):
@@ -122,7 +113,9 @@ def _round_problem(statement: Statement) -> dict[str, Any]:
     if basis is not None:
         values, keys = values @ basis, keys @ basis
     error = missed + max(e / u for e, u in zip(rounded, units, strict=True))
-    slack = _slack(error + 16.0 * max(head.V.shape + head.A.shape) * EPS)
+    error += 16.0 * max(head.V.shape + head.A.shape) * EPS
+    # what an error of the two factors, of norm one, adds to the product of their norms
+    slack = 2.0 * error + error**2
     return {"values": triangular(values), "keys": triangular(keys), "units": units, "slack": slack, "basis": basis}
 
 
@@ -150,9 +143,7 @@ def _round(statement: Statement, solver: str | None, max_iter: int | None) -> Ce
         statement=statement,
         problem=problem,
         multipliers={"s": [s]},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale,
+        **proposal.claims(scale),
         witness=DiscreteMeasure(np.stack([around.center + u, around.center - u])),
         details={"attained": attained},
         residuals={"to_attained": float(_round_dual(problem, {"s": np.array([s])})) - attained},
@@ -164,7 +155,7 @@ def _one_multiplier(
 ) -> tuple[float, Proposal]:
     """The minimiser of ``lambda_max(s M1 + M2 / s) / 2``; both of norm one, so it lies in [1/2, 2]."""
     if trivial:
-        return 1.0, Proposal("none", "zero map", 0.0)
+        return 1.0, Proposal()
     if solver is None:
 
         def value(t: float) -> float:
@@ -199,8 +190,3 @@ def _balanced_direction(V: Array, K: Array, s: float) -> Array:
         if value > best_value:
             best, best_value = z, value
     return best
-
-
-def _slack(error: float) -> float:
-    """What an error of the two factors, of norm one, adds to the product of their norms."""
-    return 2.0 * error + error**2

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import EPS, Array, norm_upper, product_error
 from otattn.attention.head import Head, check_sizes, heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.regions import Region
 from otattn.lipschitz.hypotheses import softmax
 from otattn.measures import Ball, Domain, Ellipsoid
-
-__all__ = ["Round", "check_domain", "enclosing_round", "softmax_head"]
-
-Array = NDArray[np.float64]
 
 
 class Round(NamedTuple):
@@ -36,15 +32,10 @@ def softmax_head(attention: Any, *, masked: bool | None = None, exact: bool = Fa
     return heads_of(attention, arithmetic=arithmetic_of(exact))[0]
 
 
-def check_domain(domain: Any, d: int) -> None:
-    """A domain of R^d."""
-    if not isinstance(domain, Domain):
-        raise TypeError(
-            "domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received "
-            f"{type(domain).__name__}; for tokens of norm at most R it is Ball(R)."
-        )
-    if domain.dim is not None and domain.dim != d:
-        raise ValueError(f"domain must live in dimension {d}, received {domain.dim}; check the attention's matrices.")
+def gradient_error(head: Head, center: Any, size: float) -> float:
+    """What rounding did to ``A x + c`` within ``size`` of the centre b, ``A b + c`` made in floats."""
+    shifted = product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c))
+    return shifted + head.lost * (size + float(norm_upper(center)))
 
 
 def enclosing_round(domain: Domain, d: int, *, exact: bool = False) -> Round:

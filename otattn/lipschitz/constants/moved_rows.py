@@ -36,13 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import norm_upper, spectral_norm_upper
-from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn._linalg import EPS, Array, norm_upper, spectral_norm_upper
 from otattn.lipschitz.constants.simplex import threshold_bounds
 
-__all__ = ["Made", "MovedRows", "best_thresholds", "moved_rows"]
-
-Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 TINY = float(np.finfo(np.float64).tiny)
 _CANDIDATES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0])

@@ -13,25 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
-from otattn._linalg import bordered, lambda_max_upper, mid, norm_upper, spectral_norm_upper
+from otattn._linalg import Array, bordered, lambda_max_upper, mid, norm_upper, spectral_norm_upper
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
-
-__all__ = [
-    "balanced_minimum",
-    "ball_maximum",
-    "column_dual",
-    "column_exponent",
-    "max_norm_product",
-    "max_quadratic",
-    "norm_product_dual",
-]
-
-Array = NDArray[np.float64]
 
 
 def max_norm_product(V: Any, B: Any) -> Any:

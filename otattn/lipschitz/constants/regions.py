@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.spatial.distance import pdist
 
-from otattn._linalg import norm_upper, product_error, spectral_norm_upper
+from otattn._linalg import EPS, Array, norm_upper, product_error, spectral_norm_upper
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
@@ -25,14 +24,10 @@ from otattn.lipschitz.constants.quadratic import balanced_minimum, column_expone
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
 from otattn.measures.shape import enclosing_center
 
-__all__ = ["Region", "Seen", "largest_norm", "see"]
-
-Array = NDArray[np.float64]
 VERTEX_LIMIT = 12
 """Boxes of up to this many dimensions are bounded through their vertices."""
 PAIR_LIMIT = 700
 """Point sets of up to this many points are bounded through their pairs."""
-_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +125,11 @@ class Seen:
         return out
 
     @property
+    def domain(self) -> Domain:
+        """The domain itself."""
+        return self.region.domain
+
+    @property
     def R(self) -> Any:
         """Radius of the centred region."""
         return self.region.radius
@@ -180,7 +180,7 @@ class Seen:
             error += self.form.error * top(self.form.norm_A) * norm_upper(b)
             if self.form.basis is not None:
                 error += top(self.form.norm_A) * 2.0 * product_error(b[None], self.form.basis)
-            error += 4.0 * _EPS * norm_upper(self.form.c)
+            error += 4.0 * EPS * norm_upper(self.form.c)
         return error
 
     def _error(self, left: Any, right: Any) -> float:
@@ -299,7 +299,7 @@ class Seen:
         if self.form.exact:
             return q1, q2, factor
         # the images of the points were rounded, and so were the points
-        noise = 8.0 * (len(A) + 4) * _EPS * float(norm_upper(np.abs(corners).max(axis=0)))
+        noise = 8.0 * (len(A) + 4) * EPS * float(norm_upper(np.abs(corners).max(axis=0)))
         return q1 + noise * norm_upper(V), q2 + noise * norm_upper(A), factor
 
     @cached_property
@@ -345,5 +345,5 @@ def _affine_norm(B: Any, c: Any, R: Any) -> Any:
         square = max_quadratic((B.T / unit) @ (B / unit), 2.0 * ((B.T / unit) @ (c / unit)), R) + (c / unit) @ (
             c / unit
         )
-        return up(unit * math.sqrt(square * (1.0 + 8.0 * (len(c) + 8) * _EPS)))
+        return up(unit * math.sqrt(square * (1.0 + 8.0 * (len(c) + 8) * EPS)))
     return np.sqrt(max_quadratic(B.T @ B, 2.0 * (B.T @ c), R) + c @ c)

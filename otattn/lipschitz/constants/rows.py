@@ -11,14 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
+from otattn._linalg import Array
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper
 from otattn.lipschitz.arithmetic.rounding import least, log, safe_exp, top, up
 
-__all__ = ["density_constant", "density_constant_p", "hoelder_constant", "row_norm", "two_largest"]
-
-Array = NDArray[np.float64]
 CELLS = 1024
 
 
@@ -39,12 +36,7 @@ def row_norm(t: Any) -> Any:
         return 1.0
     # increasing in t, and the formula is least at 1/2; hypot does not overflow where phi does not
     t = np.maximum(t, 0.5)
-    return up(np.hypot(1.0, t + 0.25 / t) / np.sqrt(_like(2.0, t)))
-
-
-def _like(x: float, t: Any) -> Any:
-    """A number in the arithmetic of t."""
-    return lift(x) if is_interval(t) else x
+    return up(np.hypot(1.0, t + 0.25 / t) / np.sqrt(like(2.0, t)))
 
 
 def two_largest(row: Any, sigma: Any, n: int) -> Any:
@@ -59,8 +51,8 @@ def two_largest(row: Any, sigma: Any, n: int) -> Any:
     if unit == 0.0 or not math.isfinite(unit):
         return unit
     row, sigma = row / unit, sigma / unit
-    alpha = n * row * row + 2.0 * np.sqrt(_like(2.0, row)) * row * sigma
-    beta = 2.0 * row * sigma * np.sqrt(_like(n - 2.0, row))
+    alpha = n * row * row + 2.0 * np.sqrt(like(2.0, row)) * row * sigma
+    beta = 2.0 * row * sigma * np.sqrt(like(n - 2.0, row))
     return up(unit * np.sqrt(sigma * sigma + 0.5 * (alpha + np.hypot(alpha, beta))))
 
 
@@ -76,7 +68,7 @@ def hoelder_constant(t: Any, p: float) -> Any:
         return up(np.hypot(1.0, t))
     if p == 1.0:
         return up(1.0 + 2.0 * t)
-    dual = _like(p, t) / (_like(p, t) - 1.0)
+    dual = like(p, t) / (like(p, t) - 1.0)
     # E X^{p'} <= E X^2 (max X)^{p'-2}
     simple = np.exp((np.log1p(t * t) + (dual - 2.0) * np.log1p(2.0 * t)) / dual)
     scale = np.log1p(2.0 * t)
@@ -87,7 +79,7 @@ def hoelder_constant(t: Any, p: float) -> Any:
         with np.errstate(divide="ignore", under="ignore"):
             return q1 * np.exp(dual * first) + (1.0 - q0) * np.exp(dual * (np.log(second) - scale))
 
-    return up(least(simple, np.exp(scale + np.log(_cell_maximum(cells, like=t)) / dual)))
+    return up(least(simple, np.exp(scale + np.log(_cell_maximum(cells, other=t)) / dual)))
 
 
 def density_constant(t: Any, n: int | None) -> tuple[Any, Any]:
@@ -121,7 +113,7 @@ def density_constant(t: Any, n: int | None) -> tuple[Any, Any]:
     # f(1) = 1 never exceeds f(0) = E; the value at q* is E_n (1 + b q* (1 - q*))
     scaled = (1.0 - rest * q) * (1.0 + b * q * (1.0 - q))
     if is_interval(t):
-        scaled = scaled + _density_excess(rest, b, q, meet)
+        scaled = scaled + density_excess(rest, b, q, meet)
     log_value = t + 0.5 * log(up(scaled))
     log_value = log_value if is_interval(t) else log_value + 1e-15 * t
     return up(safe_exp(log_value)), log_value
@@ -137,7 +129,7 @@ def _density_peak(r: float, rest: float, b: float) -> float:
     return (half - math.sqrt(max(root, 0.0))) / (3.0 * rest)
 
 
-def _density_excess(rest: Any, b: Any, q: Any, meet: Any) -> Any:
+def density_excess(rest: Any, b: Any, q: Any, meet: Any) -> Any:
     r"""At least what the maximum over ``[q*, 1]`` of the cubic ``f`` of :func:`density_constant` exceeds ``f(q)`` by.
 
     ``f'' = -2 rest b (1 - 2q) - 2 b (1 - rest q) <= 0`` for ``q <= 1/2``, and f falls beyond 1/2 whatever b is, so f is below
@@ -161,7 +153,7 @@ def density_constant_p(t: Any, n: int | None, p: float) -> tuple[Any, Any]:
         return density_constant(t, n)
     r = np.exp(-2.0 * t)
     # in units of E
-    log_cap = math.inf if n is None else np.log(_like(n, t)) - np.log1p((n - 1.0) * r) - 2.0 * t
+    log_cap = math.inf if n is None else np.log(like(n, t)) - np.log1p((n - 1.0) * r) - 2.0 * t
 
     def cells(q0: Any, q1: Any) -> Any:
         middle = np.clip(0.5, q0, q1)
@@ -173,19 +165,19 @@ def density_constant_p(t: Any, n: int | None, p: float) -> tuple[Any, Any]:
         return first / p + 0.5 * spread
 
     # the logarithms are of size 2 t, and so is their rounding
-    log_value = 2.0 * t / p + _cell_maximum(cells, like=t)
+    log_value = 2.0 * t / p + _cell_maximum(cells, other=t)
     log_value = log_value if is_interval(t) else log_value + 1e-15 * (1.0 + t)
     return up(safe_exp(log_value)), log_value
 
 
-def _cell_maximum(cells: Callable[[Any, Any], Any], *, like: Any) -> Any:
+def _cell_maximum(cells: Callable[[Any, Any], Any], *, other: Any) -> Any:
     """An upper bound of the maximum over [0, 1] of a function that ``cells(q0, q1)`` bounds on each cell.
 
-    The 64 largest cells are split once more; the others keep their bound. ``like`` is a number of the arithmetic used.
+    The 64 largest cells are split once more; the others keep their bound. ``other`` is a number of the arithmetic used.
     """
 
     def bound(q0: Array, q1: Array) -> Array:
-        return np.asarray(upper(cells(lift(q0), lift(q1)) if is_interval(like) else cells(q0, q1)))
+        return np.asarray(upper(cells(lift(q0), lift(q1)) if is_interval(other) else cells(q0, q1)))
 
     edges = np.linspace(0.0, 1.0, CELLS + 1)
     values = bound(edges[:-1], edges[1:])
@@ -194,4 +186,4 @@ def _cell_maximum(cells: Callable[[Any, Any], Any], *, like: Any) -> Any:
     fine = edges[best, None] + np.linspace(0.0, 1.0, 129) * (edges[best + 1] - edges[best])[:, None]
     fine[:, -1] = edges[best + 1]
     found = max(float(values[order[-65]]), float(bound(fine[:, :-1].ravel(), fine[:, 1:].ravel()).max()))
-    return _like(found, like)
+    return like(found, other)

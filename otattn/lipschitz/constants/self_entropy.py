@@ -1,9 +1,6 @@
 r"""Self-token entropy: how far a row of softmax attention can spread, given that it sees its own token.
 
-In row i of n tokens let ``pi = P_ii``. ``E l = log Z - H(P)``, ``log Z = l_ii - log pi`` and
-``H(P) <= h(pi) + (1 - pi) log(n - 1)``, so
-``E l >= l_ii - (1 - pi) log((n - 1) pi / (1 - pi)) >= l_ii - tau_n`` with ``tau_n = W_0((n - 1) / e)``,
-Lambert's function (the maximum over pi). The logits are ``<g, x>``, ``g = A x_i + c``, so
+The logits are ``<g, x>``, ``g = A x_i + c``, and by the entropy of the row (proof in :mod:`otattn.lipschitz.constants.self_logit`)
 ``<g, m> >= <g, x_i> - tau_n``. With tokens ``x = E z + b``, ``|z| <= 1``, and ``h = E^T g``, b cancels:
 ``lambda_max(C) <= ||E||^2 (1 - |m_z|^2)`` and ``|m_z| >= (<h, z_i> - tau_n)_+ / |h|``,
 ``|h| <= ||E|| |g|``; hence
@@ -33,10 +30,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import mid, norm_upper, product_error, spectral_norm
+from otattn._linalg import EPS, Array, mid, product_error, spectral_norm
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift
@@ -50,14 +46,13 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import (
-    EPS,
     box_maximum,
     box_sdp_constraint,
     row_span,
     triangular,
 )
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
-from otattn.lipschitz.constants.heads import enclosing_round, softmax_head
+from otattn.lipschitz.constants.heads import enclosing_round, gradient_error, softmax_head
 from otattn.lipschitz.constants.quadratic import ball_maximum
 from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_norm as phi
@@ -65,10 +60,6 @@ from otattn.lipschitz.constants.self_logit import entropy_gap
 from otattn.lipschitz.hypotheses import every, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, Box, Domain
-
-__all__ = ["row_certificate", "self_entropy"]
-
-Array = NDArray[np.float64]
 
 
 @theorem(
@@ -104,10 +95,6 @@ def self_entropy(
     >>> head = SoftmaxAttention(np.eye(2), np.eye(2))
     >>> round(self_entropy(head, radius=10.0, n=1).value, 4)  # a single token: |g|^2 (R^2 - |x|^2)
     2500.0
-
-    References
-    ----------
-    Our own theorem (self-token entropy); the proof is in the docstring of this module.
     """
     return _certificate("self_entropy", Statement(attention, domain, n, p), solver, max_iter)
 
@@ -139,10 +126,6 @@ def row_certificate(
     >>> from otattn.attention import SoftmaxAttention
     >>> round(row_certificate(SoftmaxAttention(np.zeros((2, 2)), np.eye(2)), radius=1.0, n=8).value, 6)
     1.0
-
-    References
-    ----------
-    Our own theorems (row constant, self-token entropy); the proofs are in the docstring of this module.
     """
     return _certificate("row_certificate", Statement(attention, domain, n, p), solver, max_iter)
 
@@ -174,21 +157,19 @@ def _dual_value(problem: Mapping[str, Any], nu: float, diagonal: Array | None) -
 
 def _certificate(name: str, statement: Statement, solver: str | None, max_iter: int | None) -> Certificate:
     problem = _row_problem(statement) if name == "row_certificate" else _entropy_problem(statement)
-    nu, diagonal, proposal = 0.0, np.zeros(len(problem["c"])), Proposal("none", "zero map", 0.0)
+    nu, diagonal, proposal = 0.0, np.zeros(len(problem["c"])), Proposal()
     if problem["unit"] > 0:
         if problem["box"] or solver is not None:
             nu, diagonal, proposal = _sdp(problem, solver or "CLARABEL", max_iter)
         else:
             nu, proposal = scalar_search(lambda t: float(_dual_value(problem, t, None)), 0.0, 1.0, max_iter=max_iter)
-    value = proposal.value * problem["unit"] ** 2
+    scale = problem["unit"] ** 2 if name == "self_entropy" else float("nan")
     return certify(
         name,
         statement=statement,
         problem=problem,
         multipliers={"nu": [nu], "diagonal": diagonal} if problem["box"] else {"nu": [nu]},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=value if name == "self_entropy" else float("nan"),
+        **proposal.claims(scale),
         details={"tau": problem["tau_n"], "radius": problem["radius"]},
     )
 
@@ -222,10 +203,7 @@ def _entropy_problem(statement: Statement) -> dict[str, Any]:
     rounded = 0.0
     if not exact:
         rounded = product_error(head.A, E) * radius + product_error(left, E) + product_error(E.T, head.A) * radius
-        rounded += (
-            2.0 * radius * (product_error(head.A, center[:, None]) + head.shift + 4.0 * EPS * float(norm_upper(head.c)))
-        )
-        rounded += 2.0 * radius * head.lost * (radius + float(norm_upper(center)))
+        rounded += 2.0 * radius * gradient_error(head, center, radius)
     # where all of it cancelled, what rounded is left
     unit = max(unit, rounded, 1e-290)
     G, g0, S, h = G / unit, g0 / unit, (S + S.T) / (2.0 * unit), h / unit

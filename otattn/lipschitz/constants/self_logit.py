@@ -26,16 +26,15 @@ subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import lambertw
 
 from otattn import _validate as check
-from otattn._linalg import bordered, mid, norm_upper, spectral_norm_upper
+from otattn._linalg import EPS, Array, bordered, mid, norm_upper, spectral_norm_upper
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
@@ -46,21 +45,6 @@ from otattn.lipschitz.constants.quadratic import max_norm_product
 from otattn.lipschitz.constants.regions import see
 from otattn.lipschitz.theorem import resolve_domain
 from otattn.measures.domains import Ball, Domain
-
-__all__ = [
-    "SelfLogit",
-    "UnitNumbers",
-    "entropy_gap",
-    "least_stretch",
-    "numbers_of",
-    "psd_defect",
-    "spread_region",
-    "unit_numbers",
-]
-
-Array = NDArray[np.float64]
-
-_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +116,7 @@ def unit_numbers(attention: Any, domain: Domain | float, *, exact: bool = False)
     if not exact:
         A, c = check.frozen(A), check.frozen(c)
     # two roundings in each entry of A, one in those of c
-    rounded = 0.0 if exact else _EPS * (float(norm_upper(c)) + 4.0 * float(norm_upper(A)))
+    rounded = 0.0 if exact else EPS * (float(norm_upper(c)) + 4.0 * float(norm_upper(A)))
     return UnitNumbers(
         A,
         c,
@@ -173,7 +157,7 @@ class SelfLogit:
         S, M = 0.5 * (A + A.T), A.T @ A
         a = top(head.a)
         nu, gap = np.broadcast_arrays(np.atleast_1d(nu).astype(float), np.atleast_1d(gap).astype(float))
-        slack = 16 * len(S) * _EPS * (np.abs(nu) * a**2 + a)
+        slack = 16 * len(S) * EPS * (np.abs(nu) * a**2 + a)
         # g within noise of A z + c moves <g, z> by at most noise, and |g|^2 by noise (2 |g| + noise)
         loose = head.noise * (1.0 + np.abs(nu) * (2.0 * top(head.top) + head.noise))
         lam, const = np.empty(len(nu)), np.zeros(len(nu))
@@ -265,15 +249,14 @@ class SelfLogit:
             *(np.concatenate([getattr(self, k), getattr(other, k)]) for k in ("nu", "gap", "lam", "const"))
         )
 
-    @property
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """``(nu, lam, const)``."""
-        return self.nu, self.lam, self.const
+    def members(self) -> Iterable[tuple[float, float, float]]:
+        """``(nu, lam, const)`` of each."""
+        return zip(self.nu, self.lam, self.const, strict=True)
 
     def lower(self, g0: Any, g1: Any, r0: Any = 0.0, r1: Any = 1.0) -> Any:
         """Lower bound of ``<g(z), z>`` on each cell ``|g| in [g0, g1], |z| in [r0, r1]`` (shape of ``g0``)."""
         best = -(g1 * r1)
-        for nu, lam, const in zip(*self.arrays, strict=True):
+        for nu, lam, const in self.members():
             quad = nu * (g0 if nu >= 0 else g1) ** 2
             best = np.maximum(best, quad - lam * np.square(r1 if lam >= 0 else r0) - const)
         return best

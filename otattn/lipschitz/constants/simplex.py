@@ -27,10 +27,10 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import lambda_max_upper, symmetrize
+from otattn._linalg import EPS, Array, lambda_max_upper, symmetrize
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift
@@ -43,13 +43,8 @@ from otattn.lipschitz.certificate import (
     multiplier,
     problem_function,
 )
-from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve
 from otattn.lipschitz.theorem import theorem
-
-__all__ = ["IntervalSimplex", "interval_simplex", "threshold_bounds"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +121,7 @@ def interval_simplex(
     N, L, proposal = (
         np.zeros((y.shape[1],) * 2),
         np.zeros((len(y), y.shape[1], y.shape[1])),
-        Proposal("none", "", 0.0),
+        Proposal(),
     )
     if scale > 0:
         N, L, proposal = _sdp(z, low, high, solver, max_iter)
@@ -134,9 +129,7 @@ def interval_simplex(
         "interval_simplex",
         statement=statement,
         multipliers={"N": N, "L": L},
-        solver=proposal.solver,
-        solver_status=proposal.status,
-        solver_value=proposal.value * scale**2,
+        **proposal.claims(scale**2),
         details={"attained": _attained(y - center, low, high, middle)},
     )
 
@@ -169,7 +162,7 @@ def _problem(statement: Statement) -> dict[str, Any]:
 
 
 @dual_function("interval_simplex", exact=True, quantity="covariance")
-def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
+def dual_value(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     y, low, high = problem["points"], problem["lower"], problem["upper"]
     n, d = y.shape
     N = symmetrize(multiplier(multipliers, "N", (d, d)))

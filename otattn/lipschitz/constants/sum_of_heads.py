@@ -8,20 +8,14 @@ from functools import singledispatch
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from otattn._linalg import lambda_max_upper, mid
+from otattn._linalg import EPS, Array, lambda_max_upper, mid
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head, check_sizes, heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import log, up
-
-__all__ = ["combine_heads", "head_bounds", "parts_of"]
-
-Array = NDArray[np.float64]
-_EPS = float(np.finfo(np.float64).eps)
 
 
 def parts_of(attention: AttentionMap, *, exact: bool = False) -> tuple[Head, ...]:
@@ -58,7 +52,7 @@ def combine_heads(U: list[Any], logs: list[float], *, shares: Array | None = Non
         return largest, np.full(len(U), 1.0 / len(U))
     if shares is not None:
         shares = np.maximum(shares, 1e-12)
-        shares = shares / (float(shares.sum()) * (1.0 + 4.0 * len(U) * _EPS))
+        shares = shares / (float(shares.sum()) * (1.0 + 4.0 * len(U) * EPS))
     if isinstance(U[0], BallMatrix):
         return _proved_combination(U, logs, combine_heads([mid(M) for M in U], logs)[1] if shares is None else shares)
     # a large bound may belong to a small matrix: what counts is their product

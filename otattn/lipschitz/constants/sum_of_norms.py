@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn._linalg import lambda_max_upper
-
-__all__ = ["ascend_sum_of_norms", "cheap_upper", "dual_upper", "max_sum_of_norms"]
-
-Array = NDArray[np.float64]
+from otattn._linalg import Array, lambda_max_upper
 
 
 def max_sum_of_norms(

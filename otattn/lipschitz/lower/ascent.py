@@ -9,13 +9,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.lower.charts import tangent
 from otattn.lipschitz.lower.clusters import Configuration, split_gradient
 from otattn.lipschitz.lower.problem import Problem
 
-__all__ = ["Candidates", "Objective", "ascend", "evaluate", "lbfgs", "round_multiplicities", "symmetric_part"]
-
-Array = NDArray[np.float64]
 Weighting = Literal["fixed", "free", "tokens"]
 Batch = Callable[[Array], tuple[Array, Array]]
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap, SoftmaxAttention
@@ -14,14 +13,12 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, evaluate, round_multiplicities
 from otattn.lipschitz.lower.explicit import Layout, search_explicit
-from otattn.lipschitz.lower.problem import Effort, Problem, problem_of, unmasked_map
+from otattn.lipschitz.lower.problem import Effort, Problem, problem_of
 from otattn.lipschitz.lower.search import search_measures, search_tokens
 from otattn.lipschitz.lower.sequences import search_chains, search_sequences
+from otattn.lipschitz.theorem import check_count, check_effort
 from otattn.measures import Domain, SpaceTimeMeasure
 
-__all__ = ["adversarial_tokens", "lipschitz_lower_bound"]
-
-Array = NDArray[np.float64]
 Method = Literal["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"]
 METHODS = get_args(Method)
 
@@ -133,7 +130,7 @@ def _structured(problem: Problem, method: str, rng: np.random.Generator) -> Cand
                 f"the others; received n = {n} and dimension {problem.chart.latent_dim}; use method='best'."
             )
         return Candidates.join(batches)
-    if not isinstance(unmasked_map(problem.attention), SoftmaxAttention) or n < 2:
+    if not isinstance(problem.attention.unmasked, SoftmaxAttention) or n < 2:
         raise ValueError(
             f"method {method!r} needs single-head softmax attention and n >= 2, received {name} and n = {n}; "
             "use method='ascent'."
@@ -257,9 +254,8 @@ def lipschitz_lower_bound(
     order = check.check_order(p)
     if order not in (1.0, 2.0, np.inf):
         raise ValueError(f"p must be 1, 2 or inf for a witnessed lower bound, received {p!r}; use one of these.")
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
-    count = None if n is None else check.count(n, "n")
+    check_effort(effort)
+    count = check_count(n)
     problem = problem_of(attention, radius=radius, domain=domain, n=count, p=order, effort=effort)
     search = _best_measure if n is None else _best_tokens
     witness, value, details = search(problem, check.rng_from(rng))

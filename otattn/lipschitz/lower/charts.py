@@ -7,15 +7,11 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.head import Head, heads_of
 from otattn.measures import Ball, Box, Domain, Ellipsoid, LayerNormDomain
-
-__all__ = ["Chart", "chart_of", "forms_of", "tangent"]
-
-Array = NDArray[np.float64]
 
 _INSIDE = 1.0 - 4.0 * np.finfo(np.float64).eps
 _RANK_TOL = 1e-12

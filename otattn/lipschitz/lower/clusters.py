@@ -16,15 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head
 from otattn.lipschitz.lower.charts import forms_of, tangent
 from otattn.lipschitz.lower.singular import leading_direction, leading_pairs, unit
 from otattn.measures import as_discrete
-
-__all__ = ["Configuration", "cluster_constant", "split_gradient"]
-
-Array = NDArray[np.float64]
 
 DENSE_LIMIT = 128
 """Matrices of at most this many rows or columns are decomposed densely, larger ones by Lanczos iteration."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.errors import ConvergenceError
 from otattn.lipschitz.lower import mean_field_witnesses as mean_field
 from otattn.lipschitz.lower import witnesses
@@ -21,10 +21,6 @@ from otattn.lipschitz.lower.ascent import LOG_WEIGHT_FLOOR, Candidates, lbfgs, r
 from otattn.lipschitz.lower.extremal import Extremal, extremal
 from otattn.lipschitz.lower.problem import Problem
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
-
-__all__ = ["Layout", "search_explicit"]
-
-Array = NDArray[np.float64]
 
 _SIZE = {"fast": (8, 5, 25), "deep": (40, 12, 80)}
 """Random starts of each kind, how many of the best are ascended, steps each."""
@@ -155,20 +151,13 @@ def search_explicit(
             chosen.append(int(i))
         if len(chosen) == ascents:
             break
+    climb = _ascend_tokens if layout.problem.n is not None and layout.problem.p == 2.0 else _ascend_along
     for i in chosen:
-        z, lw = _ascend(layout, *pool[i], rng, steps)
+        z, lw = climb(layout, *pool[i], rng, steps)
         value = layout.value(z, lw)
         if value > best_value:
             best_value, best = value, (z, lw)
     return best
-
-
-def _ascend(
-    layout: Layout, latents: Array, log_weights: Array, rng: np.random.Generator, steps: int
-) -> tuple[Array, Array]:
-    if layout.problem.n is not None and layout.problem.p == 2.0:
-        return _ascend_tokens(layout, latents, log_weights, rng, steps)
-    return _ascend_along(layout, latents, log_weights, rng, steps)
 
 
 def _ascend_tokens(
@@ -180,27 +169,18 @@ def _ascend_tokens(
     groups = np.repeat(np.arange(c), counts) if layout.kind == "sequence" else np.arange(c)
     some = np.linalg.qr(rng.standard_normal((c * k, min(c * k, GRADIENT_LIMIT // 2))))[0].T
 
-    def one(x: Array) -> tuple[float, Array]:
-        omega = x.reshape(c, k)
-        z = chart.latents(omega)
-        found = layout.extremal(z, log_weights)[1]
-        if found is None or not found.value > 0.0:
-            return 700.0, np.zeros_like(x)
-        try:
-            if found.slope is None:
-                slope = some.T @ _differences(
-                    lambda y: layout.measure(chart.latents(y.reshape(c, k)), log_weights), found, x, some
-                )
-            else:
-                summed = np.zeros_like(z)
-                np.add.at(summed, groups, found.slope(z[groups]))
-                slope = chart.pull(omega, summed).ravel()
-        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return 700.0, np.zeros_like(x)
-        return -float(np.log(found.value)), -slope / found.value
+    def place(x: Array) -> tuple[Array, Array]:
+        return chart.latents(x.reshape(c, k)), log_weights
 
-    x = _climb(one, chart.parameters(latents).ravel(), steps)
-    return chart.latents(x.reshape(c, k)), log_weights
+    def slope(found: Extremal, x: Array) -> Array:
+        z = place(x)[0]
+        if found.slope is None:
+            return np.asarray(some.T @ _differences(lambda y: layout.measure(*place(y)), found, x, some))
+        summed = np.zeros_like(z)
+        np.add.at(summed, groups, found.slope(z[groups]))
+        return chart.pull(x.reshape(c, k), summed).ravel()
+
+    return place(_climb(layout, place, slope, chart.parameters(latents).ravel(), steps))
 
 
 def _differences(measure: Callable[[Array], Any], found: Extremal, x: Array, directions: Array) -> Array:
@@ -209,7 +189,24 @@ def _differences(measure: Callable[[Array], Any], found: Extremal, x: Array, dir
     return np.array([(found.functional(measure(x + STEP * e)) - base) / STEP for e in directions])
 
 
-def _climb(one: Callable[[Array], tuple[float, Array]], x0: Array, steps: int) -> Array:
+def _climb(
+    layout: Layout,
+    place: Callable[[Array], tuple[Array, Array]],
+    slope: Callable[[Extremal, Array], Array],
+    x0: Array,
+    steps: int,
+) -> Array:
+    """Ascend from ``x0``: ``place`` makes latents and log-weights of coordinates, ``slope`` the gradient of the constant there."""
+
+    def one(x: Array) -> tuple[float, Array]:
+        found = layout.extremal(*place(x))[1]
+        if found is None or not found.value > 0.0:
+            return 700.0, np.zeros_like(x)
+        try:
+            return -float(np.log(found.value)), -slope(found, x) / found.value
+        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
+            return 700.0, np.zeros_like(x)
+
     def objective(X: Array) -> tuple[Array, Array]:
         values, slopes = zip(*(one(x) for x in X), strict=True)
         return np.array(values), np.array(slopes)
@@ -232,19 +229,11 @@ def _ascend_along(
     else:
         subspace = np.eye(size)
 
-    def unpack(x: Array) -> tuple[Array, Array]:
+    def place(x: Array) -> tuple[Array, Array]:
         full = x0 + x @ subspace
         return chart.latents(full[: c * k].reshape(c, k)), full[c * k :] if free else log_weights
 
-    def one(x: Array) -> tuple[float, Array]:
-        z, lw = unpack(x)
-        found = layout.extremal(z, lw)[1]
-        if found is None or not found.value > 0.0:
-            return 700.0, np.zeros_like(x)
-        try:
-            slope = _differences(lambda y: layout.measure(*unpack(y)), found, x, np.eye(len(x)))
-        except (OverflowError, ConvergenceError, np.linalg.LinAlgError):
-            return 700.0, np.zeros_like(x)
-        return -float(np.log(found.value)), -slope / found.value
+    def slope(found: Extremal, x: Array) -> Array:
+        return _differences(lambda y: layout.measure(*place(y)), found, x, np.eye(len(x)))
 
-    return unpack(_climb(one, np.zeros(len(subspace)), steps))
+    return place(_climb(layout, place, slope, np.zeros(len(subspace)), steps))

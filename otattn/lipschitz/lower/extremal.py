@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.constants.sum_of_norms import ascend_sum_of_norms
 from otattn.lipschitz.lower.charts import Chart, tangent
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import leading_direction
-
-__all__ = ["Extremal", "extremal"]
-
-Array = NDArray[np.float64]
 
 SLOPE_STEP = 6e-6
 """About the cube root of the rounding unit: what a central difference of first derivatives loses least at."""

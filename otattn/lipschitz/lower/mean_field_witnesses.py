@@ -8,17 +8,13 @@ alpha R^2 the self block of two atoms wins, and the field's bound sigma is attai
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention.head import Head
 from otattn.lipschitz.lower.ascent import LOG_WEIGHT_FLOOR, Candidates
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import unit
 from otattn.lipschitz.lower.witnesses import directions, field_direction, field_query, maximise_latent, opposed
-
-__all__ = ["field_measure", "output_measures", "self_block_measures", "three_atoms"]
-
-Array = NDArray[np.float64]
 
 _FAR_LOG_WEIGHT = -60.0
 """A query of this log-weight has no mass to speak of (e^-60 is below rounding), yet it may split."""

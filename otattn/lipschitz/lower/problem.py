@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import (
     AttentionMap,
     Compose,
@@ -23,11 +22,9 @@ from otattn.attention import (
 from otattn.attention.base import as_attention
 from otattn.attention.head import Head, check_sizes
 from otattn.lipschitz.lower.charts import Chart, chart_of, forms_of
-from otattn.measures import Ball, Domain
+from otattn.lipschitz.theorem import resolve_domain
+from otattn.measures import Domain
 
-__all__ = ["Effort", "Problem", "problem_of", "unmasked_map"]
-
-Array = NDArray[np.float64]
 Effort = Literal["fast", "deep"]
 
 
@@ -96,32 +93,17 @@ def problem_of(
         displacements.
     """
     as_attention(attention)
-    if (radius is None) == (domain is None):
-        given = "neither" if radius is None else "both"
-        raise ValueError(
-            f"exactly one of radius and domain must be given, received {given}; radius means Ball(radius)."
-        )
-    region = Ball(check.positive(radius, "radius")) if domain is None else domain
+    region = resolve_domain(radius, domain, attention.in_dim)
     dim = attention.in_dim if attention.in_dim is not None else region.dim
     if dim is None:
         raise ValueError(
             "the dimension of the tokens must be known, received a map and a domain that fit any; give Ball(radius, dim)."
         )
     check_sizes(attention)
-    heads = forms_of(unmasked_map(attention))
+    heads = forms_of(attention.unmasked)
     chart = chart_of(region, dim, heads)
     usable = tuple(f for f in _hints(attention) if f.A.shape == (dim, dim)) if heads is None else heads
     return Problem(attention, region, chart, chart.restrict(usable), heads is not None, attention.causal, n, p, effort)
-
-
-def unmasked_map(attention: AttentionMap) -> AttentionMap:
-    """The map that a causal attention is on a single time slice."""
-    if isinstance(attention, MaskedAttention):
-        return attention.attention
-    if isinstance(attention, MultiHeadAttention) and attention.causal:
-        heads = [unmasked_map(h) for h in attention.heads]
-        return MultiHeadAttention(heads, attention.outputs, output_bias=attention.output_bias)
-    return attention
 
 
 def _hints(attention: AttentionMap) -> tuple[Head, ...]:

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.rounding import down, log, log_sum, safe_exp
@@ -17,10 +18,6 @@ from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
-
-__all__ = ["castin2024_discrete_lower", "castin2024_large_radius", "castin2024_mean_field_lower"]
-
-Array = NDArray[np.float64]
 
 
 def _real_eigenvalue(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
@@ -58,10 +55,6 @@ def castin2024_discrete_lower(attention: AttentionMap, domain: Ball, count: int,
     -------
     Bound
         kind "lower", with the witness (a measure of two atoms whose weights are multiples of 1/n).
-
-    References
-    ----------
-    [CAP24] section 3, lower bounds.
     """
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
@@ -72,16 +65,7 @@ def castin2024_discrete_lower(attention: AttentionMap, domain: Ball, count: int,
     witness = DiscreteMeasure(
         points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, (count - 1) / count]
     )
-    return Bound(
-        down(safe_exp(log_value)),
-        "lower",
-        domain=domain,
-        n=count,
-        witness=witness,
-        details={"gamma": gamma},
-        theorem="castin2024_discrete_lower",
-        log_value=log_value,
-    )
+    return _below("castin2024_discrete_lower", log_value, domain, count, witness, {"gamma": gamma})
 
 
 @theorem(
@@ -112,10 +96,6 @@ def castin2024_mean_field_lower(attention: AttentionMap, domain: Ball, n: None, 
     Bound
         kind "lower"; ``details["witness_value"]`` is the witness's whole entry, never smaller. The witness is None where s is
         0, and above 354, where a float does not hold all digits of q.
-
-    References
-    ----------
-    [CAP24] section 3, lower bounds.
     """
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
@@ -136,15 +116,12 @@ def castin2024_mean_field_lower(attention: AttentionMap, domain: Ball, n: None, 
         "witness_value": down(safe_exp(whole)),
         "log_witness_value": whole,
     }
-    return Bound(
-        down(safe_exp(log_value)),
-        "lower",
-        domain=domain,
-        witness=witness,
-        details=details,
-        theorem="castin2024_mean_field_lower",
-        log_value=log_value,
-    )
+    return _below("castin2024_mean_field_lower", log_value, domain, None, witness, details)
+
+
+def _below(key: str, log_value: float, domain: Ball, n: int | None, witness: Any, details: dict[str, Any]) -> Bound:
+    value = down(safe_exp(log_value))
+    return Bound(value, "lower", "", 2.0, domain, n, witness, details, theorem=key, log_value=log_value)
 
 
 def castin2024_large_radius(attention: AttentionMap, X: ArrayLike) -> Bound:

@@ -6,16 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.lower import mean_field_witnesses as mean_field
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, Weighting, ascend, evaluate, round_multiplicities
 from otattn.lipschitz.lower.problem import Problem
 
-__all__ = ["Found", "exchanged_counts", "search_measures", "search_tokens", "token_starts"]
-
-Array = NDArray[np.float64]
 WIDE = 64
 """Above this many dimensions an ascent takes a tenth of a second a start."""
 

@@ -7,15 +7,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.lower import mean_field_witnesses as mean_field
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, ascend, evaluate, round_multiplicities, symmetric_part
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.search import Found, exchanged_counts, search_tokens, token_starts
-
-__all__ = ["search_chains", "search_sequences"]
-
-Array = NDArray[np.float64]
 
 _SIZE = {"fast": (6, 2, 30), "deep": (24, 6, 120)}
 """Orders evaluated, sequences ascended, steps each."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, svds
 
-__all__ = ["leading_direction", "leading_pairs", "unit"]
-
-Array = NDArray[np.float64]
+from otattn._linalg import Array
 
 
 def unit(x: Array) -> tuple[Array, Array]:

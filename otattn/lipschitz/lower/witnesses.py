@@ -9,29 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention.head import Head
 from otattn.lipschitz.lower.ascent import Candidates, lbfgs
 from otattn.lipschitz.lower.charts import Chart, tangent
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import unit
-
-__all__ = [
-    "castin_antipodal",
-    "castin_half",
-    "directions",
-    "field_atoms",
-    "field_direction",
-    "maximise_latent",
-    "opposed",
-    "random_tokens",
-    "self_block",
-    "two_anchor",
-    "two_anchor_constant",
-]
-
-Array = NDArray[np.float64]
 
 
 def _boundary(chart: Chart, y: Array) -> Array:

@@ -7,28 +7,24 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import lambertw
 
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import Array, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, down, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens, unmasked
+from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, no_domain, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import Ball, DiscreteMeasure
 
-__all__ = ["kim2021_dot_product", "kim2021_l2"]
-
-Array = NDArray[np.float64]
 EXACT_RANK = 64
 """Ranks are decided in fractions up to this dimension; values of wider heads must not need it."""
 
 
 def _l2_heads(attention: AttentionMap) -> tuple[AttentionMap, ...]:
-    inner = unmasked(attention)
-    return tuple(map(unmasked, inner.heads)) if isinstance(inner, MultiHeadAttention) else (inner,)
+    inner = attention.unmasked
+    return inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
 
 
 def _tied(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
@@ -108,14 +104,9 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
     ``2 sum_j P_ij |y_j - m_i| |D_j| <= 2 (tr C_i)^{1/2} tau^{1/2} <= 2 tau``. So each row has norm at most
     ``4 tau + 1`` and n rows ``sqrt(n)`` times that. A causal mask leaves fewer others in each row, and the
     proof as it is.
-
-    References
-    ----------
-    [KPM21] Theorem 3.2 (constant re-derived here, see above).
     """
-    """On all of ``R^d`` (``domain`` None)."""
     tau = up(float(lambertw((n - 1) / math.e).real))
-    heads, inner = _l2_heads(attention), unmasked(attention)
+    heads, inner = _l2_heads(attention), attention.unmasked
     total = sum(_tied_norm(head) ** 2 for head in heads)
     mix = 1.0
     if isinstance(inner, MultiHeadAttention):
@@ -166,10 +157,6 @@ def kim2021_dot_product(attention: AttentionMap, domain: Ball | None, count: int
         kind "lower", with the witness: a measure of two or three atoms whose weights are multiples of
         ``1/n``. For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||`` is
         returned.
-
-    References
-    ----------
-    [KPM21] Theorem 3.1.
     """
     form, key = softmax_head(attention).on_span(), "kim2021_dot_product"
     if not form.A.any() or not form.V.any():

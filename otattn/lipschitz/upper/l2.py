@@ -15,32 +15,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
-from otattn.attention import AttentionMap, L2Attention
+from otattn.attention import AttentionMap, L2Attention, MaskedAttention
 from otattn.attention.head import Head
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.intervals import like
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_norm, two_largest
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless
-from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.masked import masked_column_sum
-from otattn.lipschitz.upper.softmax import column_log, outward
+from otattn.lipschitz.upper.softmax import bounds_of, closed_form, column_log
 from otattn.measures.domains import Domain
-
-__all__ = ["l2_column_bound", "l2_row_bound"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class _Numbers:
     """What the bounds need, each never below the exact number."""
 
+    domain: Domain
+    causal: bool
     v: Any
     sigma: Any
     R: Any
@@ -48,6 +44,11 @@ class _Numbers:
     h: Any
     kappa: Any
     spread: Any
+
+
+def _numbers_of(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> _Numbers:
+    (head,) = parts_of(attention, exact=exact)
+    return _numbers(head, Region.of(domain, exact=exact))
 
 
 def _numbers(head: Head, region: Region) -> _Numbers:
@@ -69,7 +70,9 @@ def _numbers(head: Head, region: Region) -> _Numbers:
     rho, key = q * R + size, k * R
     spread = np.where(rho >= key, 4.0 * product(rho, key), np.square(rho + key))
     kappa = least(_least_pull(split, size, k, R), spread)
-    return _Numbers(seen.v, seen.sigma, R, up(product(R, G)), up(key * key), up(kappa), up(spread))
+    return _Numbers(
+        region.domain, head.causal, seen.v, seen.sigma, R, up(product(R, G)), up(key * key), up(kappa), up(spread)
+    )
 
 
 def _least_pull(split: Any, size: Any, k: Any, R: Any) -> Any:
@@ -82,13 +85,14 @@ def _least_pull(split: Any, size: Any, k: Any, R: Any) -> Any:
     return np.where(split * size <= bend * R, free, at_end)
 
 
-@theorem(
+@closed_form(
     "l2_row_bound",
+    _numbers_of,
     statement="the row bound with the row constant of L2 attention",
     hypotheses="L2, masked or not; any domain; n tokens; p = 2",
     applies=every(l2(), tokens(), order_two),
 )
-def l2_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def l2_row_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""n tokens, p = 2: the formula of ``row_bound`` with the row constant of L2 attention.
 
     That constant is ``min( max(1, (1 + t)/sqrt2), (phi(t)^2 + h/4)^{1/2} )``.
@@ -102,32 +106,21 @@ def l2_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: floa
     mean of the two: the term in g is bounded as for softmax by ``phi^2``, and ``-2 p q tau <u, H delta> <=
     p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
     ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
-
-    References
-    ----------
-    otattn, L2 row bound.
     """
-    assert n is not None
-    (head,) = parts_of(attention, exact=exact)
-    return _row(_numbers(head, Region.of(domain, exact=exact)), domain, n)
-
-
-def _row(x: _Numbers, domain: Domain, n: int) -> Bound:
-    source = "l2_row_bound"
-    root = np.sqrt(lift(2.0) if is_interval(x.t) else 2.0)
+    root = np.sqrt(like(2.0, x.t))
     phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_norm(x.t), 0.5 * np.sqrt(x.h))))
-    value = x.v if n == 1 else two_largest(x.v * phi, x.sigma, n)
-    return outward(log(value), source, domain, n, 2.0, {"row_constant": phi, "sigma": x.sigma, "t": x.t})
+    return log(two_largest(x.v * phi, x.sigma, n)), {"row_constant": phi, "sigma": x.sigma, "t": x.t}
 
 
-@theorem(
+@closed_form(
     "l2_column_bound",
+    _numbers_of,
     statement="sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}",
     hypotheses="L2, masked for n tokens or p = inf only; any domain, n and p",
     applies=every(l2(), unless(lambda n, p: math.isinf(p) or n is not None, l2(masked=False))),
     measures=True,
 )
-def l2_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def l2_column_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}`` for ``p >= 2``, for n equal atoms or any measure.
 
     T bounds the column sums: ``e^kappa``, ``kappa = max_{|z| <= R} |(Q - K) z + o|^2 + ||K||^2 (R^2 -
@@ -141,36 +134,18 @@ def l2_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: f
     xbar> - |K x_j|^2 + E_alpha |K x|^2`` with ``A = 2 K^T Q``. Here ``2 <Q xbar + o, K x_j> - |K x_j|^2 <=
     |Q xbar + o|^2``, and ``E_alpha |K x|^2 <= |K xbar|^2 + ||K||^2 (R^2 - |xbar|^2)``; what is left is
     kappa.
-
-    References
-    ----------
-    otattn, L2 column bound.
     """
-    (head,) = parts_of(attention, exact=exact)
-    return _column(_numbers(head, Region.of(domain, exact=exact)), domain, n, p, head.causal)
-
-
-def _column(x: _Numbers, domain: Domain, n: int | None, p: float, causal: bool) -> Bound:
-    source = "l2_column_bound"
-    if n == 1:
-        return outward(log(x.v), source, domain, n, p, {})
     row = np.hypot(np.sqrt(1.0 + 0.5 * x.h), x.t) if p >= 2.0 else 1.0 + 2.0 * x.t
     sums: Any = 0.0
     if not math.isinf(p):
         # a causal map comes here with n only
-        total = log(masked_column_sum(x.spread, n)) if causal and n else column_log(x.kappa, x.spread, n)
+        total = log(masked_column_sum(x.spread, n)) if x.causal and n else column_log(x.kappa, x.spread, n)
         sums = total / p
     value = log_sum(log(x.sigma), log(x.v) + sums + log(row))
-    return outward(value, source, domain, n, p, {"kappa": x.kappa, "sigma": x.sigma, "row": row})
+    return value, {"kappa": x.kappa, "sigma": x.sigma, "row": row}
 
 
 @head_bounds.register(L2Attention)
 def _(map: L2Attention, head: Head, region: Region, counts: Sequence[int | None], p: float, seen: Any) -> list[Bound]:
-    x = _numbers(head, region)
-    out: list[Bound] = []
-    for n in counts:
-        if not head.causal or n is not None or math.isinf(p):
-            out.append(_column(x, region.domain, n, p, head.causal))
-        if n is not None and p == 2.0:
-            out.append(_row(x, region.domain, n))
-    return out
+    x, whole = _numbers(head, region), MaskedAttention(map) if head.causal else map
+    return [b for n in counts for b in bounds_of(whole, x, n, p)]

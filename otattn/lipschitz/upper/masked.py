@@ -14,18 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like
 from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
-from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import Seen
 from otattn.lipschitz.constants.rows import density_constant, hoelder_constant, row_norm
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens
-from otattn.lipschitz.theorem import theorem
-from otattn.lipschitz.upper.softmax import column_bound_of, outward, row_bound_of, seen_by
-from otattn.measures.domains import Domain
-
-__all__ = ["masked_average_bound", "masked_column_bound", "masked_column_sum", "masked_row_bound"]
+from otattn.lipschitz.upper.softmax import closed_form
 
 SUMMED_ROWS = 64
 """Terms of ``S_n`` that are added one by one; the others have a closed form."""
@@ -35,35 +29,22 @@ BLOCK_ROWS = 20_000
 """Rows up to here are taken in blocks by :func:`masked_row_bound`, at most 500 of them, those beyond by an integral."""
 
 
-@theorem(
+@closed_form(
     "masked_column_bound",
     statement="sigma + S_n^{1/p} N_p, S_n about e^{2t} log n",
     hypotheses="masked softmax; any domain and p; n tokens",
     applies=every(softmax(masked=True), tokens()),
 )
-def masked_column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def masked_column_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma + S_n^{1/p} N_p`` with ``S_n = sum_{i=1}^n E / (E + i - 1)``, which grows like ``E log n``.
 
     Proof. That of ``column_bound``, with the column sums ``sum_{i >= j} P_ij <= S_n``: a row of i tokens
     whose logits differ by at most 2 t has weights of at most ``1 / (1 + (i-1) e^{-2t})``.
-
-    References
-    ----------
-    otattn, masked column bound.
     """
-    assert n is not None
-    return _masked_column(seen_by(attention, domain, exact=exact), n, p)
-
-
-def _masked_column(seen: Seen, n: int, p: float) -> Bound:
-    source = "masked_column_bound"
-    if n == 1:
-        return outward(log(seen.v), source, seen.region.domain, n, p, {})
     row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
     total = masked_column_sum(2.0 * seen.t, n)
     value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else log(total) / p))
-    details = {"column_sum": total, "sigma": seen.sigma, "row": row}
-    return outward(value, source, seen.region.domain, n, p, details)
+    return value, {"column_sum": total, "sigma": seen.sigma, "row": row}
 
 
 def masked_column_sum(spread: Any, n: int) -> Any:
@@ -95,31 +76,19 @@ def masked_column_sum(spread: Any, n: int) -> Any:
     return up(total)
 
 
-@theorem(
+@closed_form(
     "masked_row_bound",
     statement="(sum of Psi_i^2 / i)^{1/2} over the rows, and sigma",
     hypotheses="masked softmax; any domain; n tokens; p = 2",
     applies=every(softmax(masked=True), tokens(), order_two),
 )
-def masked_row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def masked_row_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""n tokens, p = 2: ``sigma + v ( sum_i min(phi^2, Psi_i^2 / i) )^{1/2}``.
 
     Proof. The squared norm of K is at most the sum over rows of their squared norms from ``R^{i d}``. A row
     of i tokens has norm at most ``phi(t)``, and at most ``Psi_i / sqrt(i)``, since ``Psi_i`` bounds it from
     ``L^2`` of the i equal atoms that it sees.
-
-    References
-    ----------
-    otattn, masked row bound.
     """
-    assert n is not None
-    return _masked_row(seen_by(attention, domain, exact=exact), n)
-
-
-def _masked_row(seen: Seen, n: int) -> Bound:
-    source = "masked_row_bound"
-    if n == 1:
-        return outward(log(seen.v), source, seen.region.domain, n, 2.0, {})
     phi2 = row_norm(seen.t) ** 2
     total: Any = 0.0
     i = 1
@@ -133,8 +102,7 @@ def _masked_row(seen: Seen, n: int) -> Bound:
     if i <= n:
         total = total + _later_rows(phi2, density_constant(seen.t_ball, n)[0] ** 2, i - 1, n)
     value = log_sum(log(seen.sigma), log(seen.v) + 0.5 * log(up(total)))
-    details = {"row_constant": row_norm(seen.t), "row_sum": total, "sigma": seen.sigma}
-    return outward(value, source, seen.region.domain, n, 2.0, details)
+    return value, {"row_constant": row_norm(seen.t), "row_sum": total, "sigma": seen.sigma}
 
 
 def _later_rows(phi2: Any, psi2: Any, m: int, n: int) -> Any:
@@ -149,14 +117,14 @@ def _later_rows(phi2: Any, psi2: Any, m: int, n: int) -> Any:
     return rows * phi2 + (psi2 * np.log(ratio) if k < n else 0.0)
 
 
-@theorem(
+@closed_form(
     "masked_average_bound",
     statement="sigma + v N_r (e^{2t} p / (p - r))^{1/r}",
     hypotheses="masked softmax; any domain and n; 1 < p < inf",
     applies=every(softmax(masked=True), order_between(1.0, math.inf, low_open=True, high_open=True)),
     measures=True,
 )
-def masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def masked_average_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""Free of n: ``sigma + v inf_r N_r ( E p / (p - r) )^{1/r}``, r in [1, p), ``E = e^{2t}``.
 
     For ``1 < p < inf``. ``N_r`` is :func:`otattn.lipschitz.constants.rows.hoelder_constant`. It holds for
@@ -167,23 +135,12 @@ def masked_average_bound(attention: AttentionMap, domain: Domain, n: int | None,
     at most E. By Hardy's inequality for averages, which holds for every measure on times (Copson), ``||M
     h||_q <= q/(q-1) ||h||_q`` with ``q = p/r > 1``, so ``||K eps||_p <= N_r E^{1/r} (q/(q-1))^{1/r}
     ||eps||_p``.
-
-    References
-    ----------
-    otattn, masked average bound.
     """
-    return _masked_average(seen_by(attention, domain, exact=exact), n, p)
-
-
-def _masked_average(seen: Seen, n: int | None, p: float) -> Bound:
-    source = "masked_average_bound"
-    if n == 1:
-        return outward(log(seen.v), source, seen.region.domain, n, p, {})
     r = np.concatenate([[1.0], 1.0 + (p - 1.0) * np.linspace(0.005, 0.995, 199)])
     best = float(r[int(_average_log(r, top(seen.t), p).argmin())])
-    order = lift(best) if is_interval(seen.t) else best
+    order = like(best, seen.t)
     value = log_sum(log(seen.sigma), log(seen.v) + _average_log(order, seen.t, p))
-    return outward(value, source, seen.region.domain, n, p, {"r": best, "sigma": seen.sigma})
+    return value, {"r": best, "sigma": seen.sigma}
 
 
 def _average_log(r: Any, t: Any, p: float) -> Any:
@@ -192,17 +149,3 @@ def _average_log(r: Any, t: Any, p: float) -> Any:
     square = 2.0 * np.log(np.hypot(1.0, t))
     norms = np.where(r < 2.0, conjugate * square + (1.0 - 2.0 * conjugate) * np.log1p(2.0 * t), 0.5 * square)
     return norms + (2.0 * t + np.log(p / (p - r))) / r
-
-
-def masked_softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
-    """Every bound that applies to a head with a causal mask (none for ``p = 1`` and any measure)."""
-    out: list[Bound] = []
-    if math.isinf(p):
-        return [column_bound_of(seen, n, p)]
-    if n is not None:
-        out.append(_masked_column(seen, n, p))
-        if p == 2.0:
-            out += [row_bound_of(seen, n), _masked_row(seen, n)]
-    if p > 1.0:
-        out.append(_masked_average(seen, n, p))
-    return out

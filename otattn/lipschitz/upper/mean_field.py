@@ -52,32 +52,27 @@ Every factor is monotone in each variable on a cell (the first is concave in rho
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
-from otattn._linalg import norm_upper
+from otattn._linalg import Array, norm_upper
 from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
-from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of, psd_defect
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
+from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain
-
-__all__ = ["mean_field"]
-
-Array = NDArray[np.float64]
 
 _THETAS = np.linspace(0.0, 1.0, 17)
 _MARGIN = 1e-12
@@ -86,35 +81,35 @@ USED = {"entropy": ("nu", "gap"), "covariance": ("h",)}
 """The multipliers of each theorem; the plain column bound has none."""
 
 
-def _weight(rho: Any, s: float) -> Any:
+def heavy_share(rho: Any, s: float) -> Any:
     """``c_s = max_q 4 q (1-q) e^{-kl(pbar|q)/s}``, ``pbar = (1 + rho)/2``.
 
     At the maximum ``p / q = (1 + 2 s) p / (p + s)`` and ``(1-p)/(1-q) = (1 + 2 s)(1-p) / (1 - p + s)``.
     """
     p, rest = 0.5 * (1.0 + rho), 0.5 * (1.0 - rho)
-    whole: Any = 1.0 + 2.0 * (lift(s) if is_interval(rho) else s)
+    whole: Any = 1.0 + 2.0 * like(s, rho)
     kl = xlogy(p, whole * p / (p + s)) + xlogy(rest, whole * rest / (rest + s))
     return 4.0 * ((p + s) / whole) * ((rest + s) / whole) * np.exp(-kl / s)
 
 
-def _second_moment(W: Any, theta: float) -> Any:
+def second_moment(W: Any, theta: float) -> Any:
     """``c_2 = max_U U e^{-theta kl(W|U)}``, at ``U = (1 + theta W) / (1 + theta)``, ``(1-W)/(1-U) = (1 + theta)/theta``."""
     if theta == 0.0:
         return W * 0.0 + 1.0
-    share = lift(theta) if is_interval(W) else theta
+    share = like(theta, W)
     U = (1.0 + share * W) / (1.0 + share)
     kl = xlogy(W, W / U) + (1.0 - W) * (np.log1p(share) - np.log(share))
     return np.minimum(1.0, U * np.exp(-share * kl))
 
 
-def _gain(B: Any) -> Any:
+def gain(B: Any) -> Any:
     """``max_y B y + log(1 - y)/2`` over y in [0, 1)."""
     B = np.maximum(B, 0.5)
     return B - 0.5 - 0.5 * np.log(2.0 * B)
 
 
 @dataclass(frozen=True, eq=False)
-class _Barycentre:
+class Barycentre:
     """Cells of ``(r, q)``: ``|xbar| = r`` and ``|g(xbar)|`` at the fraction q between its least and largest value at r."""
 
     head: UnitNumbers
@@ -141,7 +136,7 @@ class _Barycentre:
     def excess(self, r0: Any, r1: Any, g0: Any, g1: Any) -> Any:
         """Upper bound of ``f = |g| - <g,x>`` on each cell; exact in ``|g|`` for each multiplier."""
         best = g1 * (1.0 + r1)
-        for nu, lam, const in zip(*self.family.arrays, strict=True):
+        for nu, lam, const in self.family.members():
             g = np.clip((lift(0.5) if self.head.exact else 0.5) / nu, g0, g1) if nu > 0 else g1
             best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
         return best
@@ -151,39 +146,31 @@ class _Barycentre:
         a, largest = self.head.a, self.head.top
 
         def bound(lo: Any, hi: Any) -> Array:
-            (r0, q0), (r1, q1) = _ends(lo, hi, self.head.exact)
+            (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
             g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
             if self.rigid:
                 g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
             Gam = np.minimum(largest**2, g1**2 + a**2 * (1 - r0**2))
-            value = self.excess(r0, r1, g0, g1)
-            if s1 > 0:
-                value = value + s1 * np.log1p(2 * np.sqrt(Gam))
+            value = self.excess(r0, r1, g0, g1) + s1 * np.log1p(2 * np.sqrt(Gam))
             if s2 > 0:
-                value = value + s2 * np.log1p(_weight(r0, s2) * Gam)
+                value = value + s2 * np.log1p(heavy_share(r0, s2) * Gam)
             return np.asarray(upper(value))
 
         return bound
 
 
-def _ends(lo: Array, hi: Array, exact: bool) -> tuple[Any, Any]:
-    """The ends of cells, as intervals in exact arithmetic."""
-    return (lift(lo), lift(hi)) if exact else (lo, hi)
-
-
-def _covariance_bound(a: Any, least: float, h: float) -> CellBound:
+def covariance_bound(a: Any, least: float, h: float) -> CellBound:
     """The covariance bound on cells of ``(rho, beta / (1 - rho^2))``."""
 
     def bound(lo: Any, hi: Any) -> Array:
-        (r0, s0), (r1, s1) = _ends(lo, hi, is_interval(a))
+        (r0, s0), (r1, s1) = ends(lo, hi, is_interval(a))
         b0, b1 = (1 - r1**2) * s0, (1 - r0**2) * s1
         r = np.clip(0.5, r0, r1)
         total = np.minimum(1.0, r1**2 + b1)
         W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * top(a) else np.ones_like(total)
-        gain = _gain(a * b0)
-        rows = [np.log1p(_second_moment(W, t) / h) - (1 - t) * gain for t in _THETAS]
-        row = functools.reduce(np.minimum, rows)
-        return np.asarray(upper(a * (r - r**2) + row + np.log1p(h * a**2 * total)))
+        gained = gain(a * b0)
+        rows = [np.log1p(second_moment(W, t) / h) - (1 - t) * gained for t in _THETAS]
+        return np.asarray(upper(a * (r - r**2) + np.stack(rows).min(axis=0) + np.log1p(h * a**2 * total)))
 
     return bound
 
@@ -192,79 +179,69 @@ def _orders(p: float) -> tuple[float, float]:
     return (0.0, 0.5 * p) if p >= 2 else (2.0 - p, p - 1.0)
 
 
-def _square() -> tuple[Array, Array]:
-    return boxes(np.linspace(0, 1, 25), np.linspace(0, 1, 25))
-
-
-def _enrich(field: _Barycentre, at: Maximum) -> SelfLogit:
+def _enrich(head: UnitNumbers, family: SelfLogit, at: Maximum) -> SelfLogit:
     """The family with the best multipliers for the middle of the worst cell added to it."""
     r, q = 0.5 * (at.lo + at.hi)
-    g = float(field.gamma(np.array(r), np.array(q)))
-    head, family = field.head, field.family
+    g = float(Barycentre(head, family, least_stretch(head)).gamma(np.array(r), np.array(q)))
     size = float(norm_upper(head.c))
-    now = int(np.argmax(family.nu * g**2 - family.lam * r**2 - family.const))
-    nu, gap = float(family.nu[now]), float(family.gap[now])
-    span = 0.1 * abs(nu) + 0.02 / head.a
-    low, high = nu - span, nu + span
+
+    def known(family: SelfLogit) -> Array:
+        return np.asarray(family.nu * g**2 - family.lam * r**2 - family.const)
 
     def loss(nu: float, gap: float) -> float:
-        one = SelfLogit.build(head, np.array([nu]), np.array([gap]))
-        return -float(one.nu[0] * g**2 - one.lam[0] * r**2 - one.const[0])
+        return -float(known(SelfLogit.build(head, np.array([nu]), np.array([gap])))[0])
 
+    now = int(np.argmax(known(family)))
+    nu, gap = float(family.nu[now]), float(family.gap[now])
+    span = 0.1 * abs(nu) + 0.02 / head.a
+    around = nu - span, nu + span
     for _ in range(1 if head.centred else 3):
-        nu = float(minimize_scalar(lambda t, e=gap: loss(t, e), bounds=(low, high), method="bounded").x)
+        nu = float(minimize_scalar(lambda t, e=gap: loss(t, e), bounds=around, method="bounded").x)
         if not head.centred:
             best = minimize_scalar(lambda t, nu=nu: loss(nu, math.exp(t) * size), bounds=(-9.0, 5.0), method="bounded")
             gap = math.exp(float(best.x)) * size
     return family.join(SelfLogit.build(head, np.array([nu]), np.array([gap])))
 
 
-def _factor(head: UnitNumbers, p: float) -> Any:
-    """``log sup w`` without the divergence: the closed form's."""
-    s1, s2 = _orders(p)
-    return s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top))
-
-
-@dataclass(frozen=True, eq=False)
-class _Trial:
-    """A theorem, the logarithm of its ``sup T``, and where it stands."""
-
-    name: str
-    log_sum: float
-    field: Any = None
-    at: Maximum | None = None
-
-
-def _trial(head: UnitNumbers, p: float, multipliers: Mapping[str, Array], tol: float) -> _Trial:
-    """The theorem that gives the least bound at these multipliers, in float64."""
+def _plain(head: UnitNumbers, p: float) -> Any:
+    """``log sup T`` of the column bound, without the divergence."""
     if math.isinf(p):
-        return _Trial("plain", 0.0)
-    trials = [_Trial("plain", float(head.kappa + _factor(head, p)))]
-    field, at = None, None
-    if head.a > 0:
-        field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-        at = maximise(field.entropy_bound(*_orders(p)), *field.boxes(24), tol=tol, max_cells=_CELLS)
-        trials.append(_Trial("entropy", at.value))
-        if _covariance_applies(head, p):
-            bound, loose = _covariance(head, multipliers)
-            trials.append(_Trial("covariance", maximise(bound, *_square(), tol=tol, max_cells=_CELLS).value + loose))
-    return replace(min(trials, key=lambda t: t.log_sum), field=field, at=at)
+        return 0.0
+    s1, s2 = _orders(p)
+    return head.kappa + (s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top)))
 
 
-def _covariance_applies(head: UnitNumbers, p: float) -> bool:
-    return head.centred and p == 2 and math.isfinite(psd_defect(head))
-
-
-def _covariance(head: UnitNumbers, multipliers: Mapping[str, Array]) -> tuple[CellBound, float]:
-    """The covariance bound on cells, and what the distance of A to the PSD matrices adds."""
+def branch_of(
+    name: str, head: UnitNumbers, p: float, multipliers: Mapping[str, Array]
+) -> tuple[CellBound, tuple[Array, Array], float] | None:
+    """A theorem's bound of ``log sup T`` on cells, cells that cover everything, and what is added; None where it does not apply."""
+    if name == "entropy" and math.isfinite(p):
+        field = Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+        return field.entropy_bound(*_orders(p)), field.boxes(24), 0.0
+    defect = psd_defect(head) if name == "covariance" and head.centred and p == 2 else math.inf
+    if math.isinf(defect):
+        return None
     h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
-    defect = psd_defect(head)
-    bound = _covariance_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
+    bound = covariance_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
     # log T moves by at most 2 |E|, and by h (2 a |E| + |E|^2) in the second factor, when A = PSD + E
-    return bound, 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
+    loose = 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
+    return bound, boxes(np.linspace(0, 1, 25), np.linspace(0, 1, 25)), loose
 
 
-def _log_bound(head: UnitNumbers, p: float, log_sum_T: Any) -> Any:
+def _trial(
+    head: UnitNumbers, p: float, multipliers: Mapping[str, Array], tol: float
+) -> tuple[float, str, Maximum | None]:
+    """The least ``log sup T`` of the theorems at these multipliers, in float64, the theorem, and where it stands."""
+    trials: list[tuple[float, str, Maximum | None]] = [(float(_plain(head, p)), "plain", None)]
+    for name in ("entropy", "covariance") if head.a > 0 else ():
+        if (branch := branch_of(name, head, p, multipliers)) is not None:
+            bound, cover, loose = branch
+            at = maximise(bound, *cover, tol=tol, max_cells=_CELLS)
+            trials.append((at.value + loose, name, at))
+    return min(trials, key=lambda trial: trial[0])
+
+
+def log_bound(head: UnitNumbers, p: float, log_sum_T: Any) -> Any:
     """Logarithm of ``sigma + v (sup T)^{1/p}``."""
     if math.isinf(p):
         return log_sum(log(head.sigma), log(head.v) + 0.5 * np.log1p(np.square(head.top)))
@@ -283,32 +260,24 @@ def _problem(statement: Statement) -> dict[str, Any]:
 
 @dual_function("mean_field", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
-    head, p, target, branch = (problem[key] for key in ("head", "p", "target", "branch"))
-    if branch == "entropy" and math.isfinite(p):
-        field = _Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-        value: Any = proved_below(
-            field.entropy_bound(*_orders(p)), *field.boxes(24), target=target, max_cells=2 * _CELLS
-        )
-    elif branch == "covariance" and _covariance_applies(head, p):
-        bound, loose = _covariance(head, multipliers)
-        value = proved_below(bound, *_square(), target=target - loose, max_cells=2 * _CELLS)
-        value = (lift(value) if head.exact else value) + loose * (1 + 1e-12)
-    elif math.isinf(p):
-        value = 0.0
+    head, p = problem["head"], problem["p"]
+    branch = branch_of(problem["branch"], head, p, multipliers)
+    if branch is None:
+        value = _plain(head, p)
     else:
-        value = head.kappa + _factor(head, p)
-    return safe_exp(_log_bound(head, p, lift(value) if head.exact else value))
+        bound, cover, loose = branch
+        value = proved_below(bound, *cover, target=problem["target"] - loose, max_cells=2 * _CELLS)
+        value = (lift(value) if head.exact else value) + loose * (1 + 1e-12)
+    return safe_exp(log_bound(head, p, lift(value) if head.exact else value))
 
 
 def _choose_h(a: float, least: float) -> float:
     """A good h of the covariance bound: the maximum over points is convex in ``log h``."""
-    r, s = (
-        x.ravel() for x in np.meshgrid(np.linspace(0, 1, 41), np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30)))
-    )
-    points = np.array([r, s])
+    shares = np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30))
+    points = np.stack(np.meshgrid(np.linspace(0, 1, 41), shares)).reshape(2, -1)
 
     def largest(t: float) -> float:
-        return float(np.max(_covariance_bound(a, least, math.exp(t))(points, points)))
+        return float(np.max(covariance_bound(a, least, math.exp(t))(points, points)))
 
     span = (-math.log(1 + a) - 4.0, 4.0)
     return math.exp(float(minimize_scalar(largest, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
@@ -342,48 +311,36 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     >>> bound.value < 27, bound.verify()
     (True, True)
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
     head = numbers_of(statement)
     if head.v == 0.0:
         return trivial(statement)
     tol = 1e-3 if effort == "fast" else 1e-5
     family = SelfLogit.default(head)
-    h = 1.0
-    if head.a > 0 and math.isfinite(psd_defect(head)):
-        h = _choose_h(head.a, least_stretch(head))
+    semidefinite = head.a > 0 and math.isfinite(psd_defect(head))
+    h = _choose_h(head.a, least_stretch(head)) if semidefinite else 1.0
     multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
-    best = _trial(head, p, multipliers, tol)
+    log_T, name, at = _trial(head, p, multipliers, tol)
     for _ in range(4):
         # a multiplier made for the worst cell, as long as it helps
-        if best.at is None or best.name != "entropy":
+        if at is None or name != "entropy":
             break
-        family = _enrich(best.field, best.at)
+        family = _enrich(head, SelfLogit.of(head, multipliers), at)
         richer = {**multipliers, "nu": family.nu, "gap": family.gap}
         trial = _trial(head, p, richer, tol)
-        gained = best.log_sum - trial.log_sum
+        gained = log_T - trial[0]
         if gained > 1e-12:
-            best, multipliers = trial, richer
+            (log_T, name, at), multipliers = trial, richer
         if gained < 0.2 * tol:
             break
-    log_value = float(_log_bound(head, p, best.log_sum))
-    details = {"branch": best.name, "kappa": head.kappa, "sigma": head.sigma}
+    log_value = float(log_bound(head, p, log_T))
+    details = {"branch": name, "kappa": head.kappa, "sigma": head.sigma}
     if log_value > 709.0:
-        return Bound(
-            math.inf,
-            "upper",
-            p=p,
-            domain=statement.domain,
-            details=details,
-            attention=attention,
-            theorem="mean_field",
-            log_value=log_value,
-        )
+        return replace(outward(log_value, "mean_field", domain, n, p, details), attention=attention)
     return certify(
         "mean_field",
-        statement=replace(statement, options={"branch": best.name, "target": best.log_sum}),
-        multipliers={key: multipliers[key] for key in USED.get(best.name, ())},
+        statement=replace(statement, options={"branch": name, "target": log_T}),
+        multipliers={key: multipliers[key] for key in USED.get(name, ())},
         solver="branch and bound",
         solver_status="closed",
         solver_value=safe_exp(log_value),

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap, MaskedAttention, SoftmaxAttention
 from otattn.attention.base import as_attention
 from otattn.attention.head import Head, with_values
@@ -35,13 +35,9 @@ from otattn.lipschitz.constants.regions import Region, Seen, see
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, single_heads, sum_of_heads
 from otattn.lipschitz.theorem import check_count, prove, resolve_domain, theorem
-from otattn.lipschitz.upper.masked import masked_softmax_bounds
-from otattn.lipschitz.upper.softmax import outward, softmax_bounds
+from otattn.lipschitz.upper import masked as masked  # whose theorems are registered when they are read
+from otattn.lipschitz.upper.softmax import bounds_of, outward
 from otattn.measures.domains import Ball, Domain
-
-__all__ = ["head_with_values", "multi_head"]
-
-Array = NDArray[np.float64]
 
 
 @head_bounds.register(SoftmaxAttention)
@@ -50,8 +46,8 @@ def _(
 ) -> list[Bound]:
     if seen is None:
         seen = see(head.on_span(ball=isinstance(region.domain, Ball)), region)
-    bounds = masked_softmax_bounds if head.causal else softmax_bounds
-    return [b for n in counts for b in bounds(seen, n, p)]
+    whole = MaskedAttention(map) if head.causal else map
+    return [b for n in counts for b in bounds_of(whole, seen, n, p)]
 
 
 def multi_head(

@@ -74,10 +74,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import mid, norm_upper
+from otattn._linalg import Array, mid, norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
@@ -91,10 +90,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
 from otattn.lipschitz.upper.psd_search import Plan, add_rows, choose, refine
 from otattn.measures.domains import Domain
-
-__all__ = ["psd"]
-
-Array = NDArray[np.float64]
 
 _MARGIN = 5e-10, 1e-14
 """Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""
@@ -242,13 +237,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     >>> bound = psd(SoftmaxAttention([[4.0]], [[1.0]]), radius=1.0, n=2, effort="fast")
     >>> bound.value < 4, bound.verify()
     (True, True)
-
-    References
-    ----------
-    Our own theorem; the proof is in the docstring of this module.
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
     head = numbers_of(statement)
     if head.v == 0.0 or (head.a == 0.0 and head.centred):

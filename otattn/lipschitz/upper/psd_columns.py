@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.cells import boxes
 from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
-
-__all__ = ["Columns", "Multipliers", "OwnShare", "OwnTerm"]
-
-Array = NDArray[np.float64]
 
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""
@@ -168,7 +164,10 @@ class Columns(Rows):
         return Tilt(mu, mu * (1 - 2 * sigma), -2 * mu * sigma, mu * self.a * sigma**2 * self.wrap(r) ** 2)
 
     def at_corner(self, box: Box, gamma: Any, tilt: Tilt) -> Any:
-        """The logarithm of a term, each of its parts at its worst corner; ``gamma`` is the largest ``Gamma``."""
+        """The logarithm of a term, ``log w + mu [log(1-p) - log p + (1 - 2 sigma) l_ij] + mu a sigma^2 r^2``.
+
+        Each of its parts is at its worst corner of the box; ``gamma`` is the largest ``Gamma``.
+        """
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
         logit = a * np.maximum(tilt.along * h.lo**2, tilt.along * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
@@ -180,13 +179,6 @@ class Columns(Rows):
             + logit
             + tilt.tail
         )
-
-    def term(self, at: Box, gamma: Any, tilt: Tilt) -> Any:
-        """The logarithm of a term at points, ``log w + mu [log(1-p) - log p + (1 - 2 sigma) l_ij] + mu a sigma^2 r^2``."""
-        h, p = at.h.lo, at.p.lo
-        start = np.log(self.row_weight(p, np.maximum(gamma, 0.0))) + np.log1p(self.t(h))
-        start = start + tilt.mu * np.log1p(-np.minimum(p, 1 - 1e-16))
-        return start + tilt.lean * at.lp.lo + tilt.along * (self.a * h**2 - at.lq.lo) + tilt.tail
 
     def term_slopes(self, box: Box, tilt: Tilt) -> Slopes:
         """Slopes of the logarithm of a term without the row weight c."""
@@ -226,7 +218,7 @@ class Columns(Rows):
             side, middle = getattr(box, axis), getattr(at, axis).lo
             moves.append(x.size() * np.maximum(side.hi - middle, middle - side.lo))
         total = np.stack(moves)
-        return self.term(at, value, tilt) + total.sum(axis=0), total
+        return self.at_corner(at, np.maximum(value, 0.0), tilt) + total.sum(axis=0), total
 
     def own(self, r: tuple[Array, Array], q: tuple[Array, Array]) -> Array:
         """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) (b lambda_j)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""

@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
-
-__all__ = ["Box", "Plane", "Range", "Rows", "Slopes"]
-
-Array = NDArray[np.float64]
 
 SLACK = 1e-10
 """Relative slack of the conditions under which a box is called empty."""

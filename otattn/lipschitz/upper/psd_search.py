@@ -7,15 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import rel_entr
 
+from otattn._linalg import Array
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
-
-__all__ = ["Plan", "add_rows", "choose", "refine", "sample_rows"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn._linalg import column_of, lambda_max_upper, norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap
@@ -39,19 +38,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
-from otattn.lipschitz.upper.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures import Ball
-
-__all__ = [
-    "castin2024_discrete",
-    "castin2024_masked",
-    "geshkovski2024_mean_field",
-    "kim2021_dot_product",
-    "kim2021_l2",
-]
-
-Array = NDArray[np.float64]
 
 
 @theorem(
@@ -64,20 +52,11 @@ Array = NDArray[np.float64]
 def castin2024_discrete(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
     r"""Upper bound for n tokens: ``sqrt(3) v (||A||^2 R^4 (4 n + 1) + n)^{1/2}``.
 
-    Returns
-    -------
-    Bound
-        kind "upper".
-
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
     >>> castin2024_discrete(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1)
     Bound(upper 4.24264, p=2, n=1, castin2024_discrete)
-
-    References
-    ----------
-    [CAP24] Theorem 3.3.
     """
     return _castin("castin2024_discrete", attention, domain, n, exact)
 
@@ -90,12 +69,7 @@ def castin2024_discrete(attention: AttentionMap, domain: Ball, n: int | None, p:
     reference="[CAP24] section 4",
 )
 def castin2024_masked(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
-    """Upper bound for n tokens under the causal mask: the formula of :func:`castin2024_discrete`.
-
-    References
-    ----------
-    [CAP24] section 4 (masked attention).
-    """
+    """Upper bound for n tokens under the causal mask: the formula of :func:`castin2024_discrete`."""
     return _castin("castin2024_masked", attention, domain, n, exact)
 
 

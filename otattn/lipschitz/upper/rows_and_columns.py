@@ -20,7 +20,7 @@ in e, and equals ``e sqrt(Omega)`` at ``e_1 = e_2 = e``.
 **Field part.** ``|V C_i A eps_i| <= sigma tr(C_i) e_i``, and the self-token entropy bounds ``tr C_i``: put ``lam`` for this bound.
 
 **Columns.** ``|K_i eps|^2 <= Omega sum_j P_ij e_j^2`` (Cauchy-Schwarz) and ``sum_i P_ij <= T_n``, so with
-``k_i = |K_i eps|``: ``sum_i k_i^2 / Omega_i <= T_n``, ``T_n = min(n, 1 + 1/(1/(n-1) + e^{-kappa}))``.
+``k_i = |K_i eps|``: ``sum_i k_i^2 / Omega_i <= T_n``, ``T_n = min(n, e^kappa, 1 + 1/(1/(n-1) + e^{-kappa}))``.
 
 **Joint.** ``|D f eps|^2 <= sum_i (v k_i + sigma lam_i e_i)^2`` subject to ``k_i <= k(e_1, e_2; gamma_i, lam_i)``, the column
 constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`` in the region that it allows. With multipliers
@@ -43,12 +43,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
-from otattn.lipschitz.arithmetic.rounding import least
+from otattn.lipschitz.arithmetic.intervals import lift, like, upper
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._options import integer, number, trivial
@@ -56,24 +55,19 @@ from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_be
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
+from otattn.lipschitz.upper.softmax import column_log
 from otattn.measures.domains import Domain
-
-__all__ = ["rows_and_columns"]
-
-Array = NDArray[np.float64]
 
 _CELLS = 20_000
 
 
 def column_sum(n: int, kappa: Any) -> Any:
     """``T_n``, outward."""
-    if n == 1:
-        return 1.0
-    return least(float(n), (1.0 + 1.0 / (1.0 / (n - 1) + np.exp(-kappa))) * (1 + 1e-14))
+    return np.exp(column_log(kappa, math.inf, n)) * (1 + 1e-14)
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class Rows:
     """The row constants at the corners of the region: all arrays have one entry a corner.
 
     ``diagonal`` bounds ``|V C_i A| / v``. Floats, or intervals: then every method is exact.
@@ -86,14 +80,23 @@ class _Rows:
     T: Any
     atoms: int
 
+    @classmethod
+    def of(cls, problem: Mapping[str, Any], multipliers: Mapping[str, Array], family: SelfLogit | None = None) -> Rows:
+        """What the program knows of the rows; ``family`` spares the search from building it again at each step."""
+        head, n = problem["head"], problem["n"]
+        family = SelfLogit.of(head, multipliers) if family is None else family
+        gamma, spread = spread_region(head, n, family, multipliers["edges"])
+        diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
+        return cls(gamma, spread, diagonal, n, float(upper(column_sum(n, head.kappa))), problem["atoms"])
+
     @cached_property
     def omega(self) -> Any:
         """``1 + gamma^2 lam``."""
         return 1.0 + self.gamma**2 * self.spread
 
-    def intervals(self) -> _Rows:
+    def intervals(self) -> Rows:
         """The same numbers as intervals of length 0."""
-        return _Rows(lift(self.gamma), lift(self.spread), lift(self.diagonal), self.n, lift(self.T), self.atoms)
+        return Rows(lift(self.gamma), lift(self.spread), lift(self.diagonal), self.n, lift(self.T), self.atoms)
 
     def row(self, e1: Any, e2: Any) -> Any:
         """``k (cells, corners)`` for token norms ``e1, e2 (cells,)``: the maximum over cells of the atom's mass p.
@@ -112,7 +115,7 @@ class _Rows:
             omega = 1.0 + self.gamma**2 * lam
             cap = b + self.gamma * np.minimum(2 * near * (1 - near), np.sqrt(lam * near * (1 - near)))
             z: Any = _best_shift(middle, *(upper(x) for x in (omega, cap, x1, x2)))
-            z = lift(z) if is_interval(x1) else z
+            z = like(z, x1)
             root = np.sqrt(omega * np.maximum(a * z**2 + (1 - a) * x2**2, b * z**2 + (1 - b) * x2**2))
             # z may exceed e1 by its rounding: the first term is then at most 0
             best = np.maximum(best, np.maximum(x1 - z, 0.0) * cap + root)
@@ -161,15 +164,19 @@ def _best_shift(p: float, omega: Array, cap: Array, x1: Array, x2: Array) -> Arr
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class Search:
     """Cells of ``(rho, theta)``; ``memory`` keeps the multipliers found so far, to start from on later cells.
 
     ``proof`` are the rows in interval arithmetic when the bounds of the cells are to be exact.
     """
 
-    rows: _Rows
+    rows: Rows
     memory: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    proof: _Rows | None = None
+    proof: Rows | None = None
+
+    def maximum(self, tol: float) -> Maximum:
+        """The largest bound of a cell, in logarithms."""
+        return maximise(self.bound, *_cover(self.rows.n), tol=tol, max_cells=_CELLS)
 
     def corner(self, lo: Any, hi: Any, *, exact: bool = False) -> tuple[Any, Any, Any, Any]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
@@ -240,30 +247,12 @@ class _Search:
         return value, omega * part, scale * np.exp(log_mu)
 
 
-def _rows(problem: Mapping[str, Any], multipliers: Mapping[str, Array], family: SelfLogit | None = None) -> _Rows:
-    """What the program knows of the rows; ``family`` spares the search from building it again at each step."""
-    head, n = problem["head"], problem["n"]
-    family = SelfLogit.of(head, multipliers) if family is None else family
-    gamma, spread = spread_region(head, n, family, multipliers["edges"])
-    diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
-    return _Rows(gamma, spread, diagonal, n, float(upper(column_sum(n, head.kappa))), problem["atoms"])
-
-
-def _least_rho(n: int) -> float:
-    """The two largest of n squares of sum 1 have a sum of at least 2/n."""
-    return math.sqrt(2 / n) * (1 - 1e-14)
-
-
 def _cover(n: int) -> tuple[Array, Array]:
     """Cells of ``(rho, theta)`` that cover all pairs ``e_1 >= e_2``."""
-    rho = np.linspace(_least_rho(n), 1.0, 9) if n > 2 else np.ones(2)
+    # the two largest of n squares of sum 1 have a sum of at least 2/n
+    rho = np.linspace(math.sqrt(2 / n) * (1 - 1e-14), 1.0, 9) if n > 2 else np.ones(2)
     # theta <= pi/4, which a float does not reach
     return boxes(rho, np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9))
-
-
-def _search(rows: _Rows, tol: float) -> tuple[Maximum, _Search]:
-    search = _Search(rows)
-    return maximise(search.bound, *_cover(rows.n), tol=tol, max_cells=_CELLS), search
 
 
 @problem_function("rows_and_columns")
@@ -271,9 +260,8 @@ def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for rows_and_columns, received {statement.p:g}.")
     head, n = numbers_of(statement), check.count(statement.n, "n")
-    given = statement.options
-    options = {"atoms": integer(given, "atoms", most=10_000), "target": number(given, "target", least=-math.inf)}
-    return {"head": head, "n": n, **options}
+    target = number(statement.options, "target", least=-math.inf)
+    return {"head": head, "n": n, "atoms": integer(statement.options, "atoms", most=10_000), "target": target}
 
 
 @dual_function("rows_and_columns", exact=True)
@@ -281,8 +269,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head: UnitNumbers = problem["head"]
     if problem["n"] == 1:
         return head.v
-    rows = _rows(problem, multipliers)
-    search = _Search(rows, proof=rows.intervals() if head.exact else None)
+    rows = Rows.of(problem, multipliers)
+    search = Search(rows, proof=rows.intervals() if head.exact else None)
     log_square = proved_below(search.bound, *_cover(rows.n), target=problem["target"], max_cells=2 * _CELLS)
     return head.v * (np.exp(0.5 * lift(log_square)) if head.exact else math.exp(0.5 * log_square) * (1 + 1e-12))
 
@@ -316,8 +304,6 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     >>> bound.value < 12, bound.verify()   # the published bound is 20.9
     (True, True)
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     deep = effort == "deep"
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
     statement = Statement(attention, domain, n, p)
@@ -330,14 +316,14 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}
     for _ in range(3 if deep else 2):
         # finer cells of |g| where they decide, around the worst spot so far
-        spot, search = _search(_rows(problem, multipliers, family), 0.03)
-        memory = search.memory
+        search = Search(Rows.of(problem, multipliers, family))
+        spot = search.maximum(0.03)
         at = 0.5 * (spot.lo + spot.hi)[:, None]
         for _ in range(60 if deep else 40):
-            rows = _rows(problem, multipliers, family)
+            rows = Rows.of(problem, multipliers, family)
             if rows.gamma.size == 1:
                 break
-            gamma = rows.gamma[_Search(rows, list(memory)).winners(at)] / head.top
+            gamma = rows.gamma[Search(rows, list(search.memory)).winners(at)] / head.top
             cell = np.clip(np.searchsorted(edges, gamma * (1 - 1e-12)) - 1, 0, edges.size - 2)
             cell = cell[np.diff(edges)[cell] > (1e-3 if deep else 4e-3)]
             if cell.size == 0:
@@ -347,8 +333,8 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     # a recheck proves each member anew: only those that decide are kept
     family = family.decisive(head.top * edges[:-1], head.top * edges[1:])
     multipliers |= {"nu": family.nu, "gap": family.gap}
-    rows = _rows(problem, multipliers, family)
-    found, _ = _search(rows, tol)
+    rows = Rows.of(problem, multipliers, family)
+    found = Search(rows).maximum(tol)
     return certify(
         "rows_and_columns",
         statement=replace(statement, options={"atoms": atoms, "target": found.value}),

@@ -23,8 +23,6 @@ from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain
 
-__all__ = ["sinkhorn_bound"]
-
 
 @theorem(
     "sinkhorn_bound",
@@ -79,10 +77,6 @@ def sinkhorn_bound(attention: SinkhornAttention, domain: Domain, n: int | None, 
     --------
     >>> sinkhorn_bound(SinkhornAttention(-3.0 * np.eye(2), np.eye(2)), radius=1.0).value   # 3 + sqrt(10)
     6.162277660...
-
-    References
-    ----------
-    otattn, Sinkhorn bound.
     """
     check_sizes(attention)
     arithmetic = arithmetic_of(exact)

@@ -19,7 +19,9 @@ Every value is rounded outward; one above the largest float is inf, and ``log_va
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,8 @@ from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Seen, see
 from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_norm, two_largest
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens, unless
-from otattn.lipschitz.theorem import THEOREMS, theorem
+from otattn.lipschitz.theorem import THEOREMS, PublicTheorem, theorem
 from otattn.measures.domains import Ball, Domain
-
-__all__ = ["column_bound", "column_sum", "density_bound", "field_bound", "row_bound"]
-
 
 _LAST: tuple[Any, Domain, Seen] | None = None
 """The numbers that were made last: the theorems of a table ask for the same ones, one after the other."""
@@ -54,14 +53,48 @@ def seen_by(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> 
     return seen
 
 
-@theorem(
+Formula = Callable[[Any, Any, float], tuple[Any, dict[str, Any]]]
+_FORMULAS: dict[str, Formula] = {}
+
+
+def closed_form(key: str, numbers: Callable[..., Any] = seen_by, **record: Any) -> Callable[[Formula], PublicTheorem]:
+    """Register the theorem ``(x, n, p) -> (logarithm, details)`` in the numbers ``x = numbers(attention, domain, exact=)`` of a head.
+
+    Those know ``v`` and ``domain``. The map of one token is linear: its constant is v, whatever the theorem.
+    """
+
+    def register(formula: Formula) -> PublicTheorem:
+        @functools.wraps(formula)
+        def evaluate(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+            return bound_of(key, numbers(attention, domain, exact=exact), n, p)
+
+        _FORMULAS[key] = formula
+        return theorem(key, **record)(evaluate)
+
+    return register
+
+
+def bound_of(key: str, x: Any, n: int | None, p: float) -> Bound:
+    """The bound of a closed form from the numbers of a head on its domain."""
+    single = n == 1 and THEOREMS[key].quantity == "lipschitz"
+    log_value, details = (log(x.v), {}) if single else _FORMULAS[key](x, n, p)
+    return outward(log_value, key, x.domain, n, p, details)
+
+
+def bounds_of(attention: AttentionMap, x: Any, n: int | None, p: float) -> list[Bound]:
+    """All closed forms of a head's Lipschitz constant that apply, from its numbers."""
+    records = [t for key, t in THEOREMS.items() if key in _FORMULAS and t.quantity == "lipschitz"]
+    return [bound_of(t.key, x, n, p) for t in records if t.reason(attention, x.domain, n, p) is None]
+
+
+@closed_form(
     "field_bound",
     statement="sigma = sup ||V C A||",
     hypotheses="softmax, masked or not; any domain, n and p",
     applies=softmax(),
     quantity="field",
 )
-def field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def field_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma``: the largest ``||D_x Gamma_mu(x)|| = ||V C_x A||`` over measures and points of the domain.
 
     On the ball it is ``R^2 max_{|u|=1} |V u| |A^T u| = R^2 min_{s>0} lambda_max(s V^T V + A A^T / s) / 2``,
@@ -73,16 +106,11 @@ def field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float
     >>> from otattn.attention import SoftmaxAttention
     >>> field_bound(SoftmaxAttention([[2.0]], [[3.0]]), radius=2.0).value
     24.000...
-
-    References
-    ----------
-    otattn, field part.
     """
-    seen = seen_by(attention, domain, exact=exact)
-    return _bound(log(seen.sigma), "field_bound", seen, n, p, {})
+    return log(seen.sigma), {}
 
 
-@theorem(
+@closed_form(
     "column_sum",
     statement="T_n, at most e^kappa",
     hypotheses="softmax without a mask; any domain and n",
@@ -90,7 +118,7 @@ def field_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float
     quantity="column_sum",
     measures=True,
 )
-def column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def column_sum(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``T``: the largest column sum ``sum_i P_ij`` of n tokens, ``sup int k(x, y) dmu(x)`` for any measure.
 
     ``log T <= kappa = max <A x + c, y - x>`` over two points of the domain; ``T <= n``,
@@ -112,13 +140,8 @@ def column_sum(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     -------
     Bound
         kind "upper"; ``details["kappa"]``.
-
-    References
-    ----------
-    otattn, column sums.
     """
-    seen = seen_by(attention, domain, exact=exact)
-    return _bound(column_log(seen.kappa, 2.0 * seen.t, n), "column_sum", seen, n, p, {"kappa": seen.kappa})
+    return column_log(seen.kappa, 2.0 * seen.t, n), {"kappa": seen.kappa}
 
 
 def column_log(kappa: Any, spread: Any, n: int | None) -> Any:
@@ -133,13 +156,13 @@ def column_log(kappa: Any, spread: Any, n: int | None) -> Any:
     return least(count, kappa, log_sum(0.0, others), count - log_sum(0.0, rest - spread))
 
 
-@theorem(
+@closed_form(
     "row_bound",
     statement="the norm of two rows, about v a sqrt(n / 2)",
     hypotheses="softmax, masked or not; any domain; n tokens; p = 2",
     applies=every(softmax(), tokens(), order_two),
 )
-def row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def row_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""n tokens, p = 2: ``( sigma^2 + (alpha + sqrt(alpha^2 + beta^2)) / 2 )^{1/2}``.
 
     ``alpha = n phi^2 v^2 + 2 sqrt2 phi v sigma``, ``beta = 2 phi v sigma sqrt(n-2)``, ``phi =
@@ -157,31 +180,20 @@ def row_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, 
     >>> from otattn.attention import SoftmaxAttention
     >>> row_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1).value
     1.000...
-
-    References
-    ----------
-    otattn, row bound.
     """
-    assert n is not None
-    return row_bound_of(seen_by(attention, domain, exact=exact), n)
-
-
-def row_bound_of(seen: Seen, n: int) -> Bound:
-    """The row bound from the numbers of a region."""
     phi = row_norm(seen.t)
-    value = seen.v if n == 1 else two_largest(seen.v * phi, seen.sigma, n)
     details = {"row_constant": phi, "sigma": seen.sigma, "t": seen.t}
-    return _bound(log(value), "row_bound", seen, n, 2.0, details)
+    return log(two_largest(seen.v * phi, seen.sigma, n)), details
 
 
-@theorem(
+@closed_form(
     "column_bound",
     statement="sigma + T^{1/p} N_p, T <= e^kappa",
     hypotheses="softmax without a mask (masked too for p = inf); any domain, n and p",
     applies=every(softmax(), unless(lambda n, p: math.isinf(p), softmax(masked=False))),
     measures=True,
 )
-def column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def column_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma + T^{1/p} N_p``, for every order p, for n equal atoms or any measure.
 
     T is :func:`column_sum` (``e^kappa`` for any measure) and ``N_p`` the norm of a row of ``V K`` from
@@ -203,18 +215,7 @@ def column_bound(attention: AttentionMap, domain: Domain, n: int | None, p: floa
     >>> from otattn.attention import SoftmaxAttention
     >>> column_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=2.0, p=float("inf")).value  # 4 + sqrt(17)
     8.123105...
-
-    References
-    ----------
-    otattn, column bound.
     """
-    return column_bound_of(seen_by(attention, domain, exact=exact), n, p)
-
-
-def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
-    """The column bound from the numbers of a region."""
-    if n == 1:
-        return _bound(log(seen.v), "column_bound", seen, n, p, {})
     row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
     sums: Any = 0.0 if math.isinf(p) else column_log(seen.kappa, 2.0 * seen.t, n) / p
     details = {
@@ -223,49 +224,25 @@ def column_bound_of(seen: Seen, n: int | None, p: float) -> Bound:
         "row": row,
         "log_column_sum": 0.0 if math.isinf(p) else sums * p,
     }
-    return _bound(log_sum(log(seen.sigma), sums + log(row)), "column_bound", seen, n, p, details)
+    return log_sum(log(seen.sigma), sums + log(row)), details
 
 
-@theorem(
+@closed_form(
     "density_bound",
     statement="sigma + v Psi_p(t)",
     hypotheses="softmax without a mask; any domain and n; p >= 2",
     applies=every(softmax(masked=False), order_between(2.0, math.inf)),
     measures=True,
 )
-def density_bound(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
+def density_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma + v Psi_p`` for ``p >= 2``: sharper than :func:`column_bound` where kappa is close to 2 t.
 
     ``Psi_p`` bounds each row from ``L^p(mu)`` through the largest density of its weights and their
     variance, which cannot both be large: :func:`otattn.lipschitz.constants.rows.density_constant`.
-
-    References
-    ----------
-    otattn, density bound.
     """
-    return _density(seen_by(attention, domain, exact=exact), n, p)
-
-
-def _density(seen: Seen, n: int | None, p: float) -> Bound:
-    if n == 1:
-        return _bound(log(seen.v), "density_bound", seen, n, p, {})
     _, psi = density_constant_p(seen.t_ball, n, p)
     value = log_sum(log(seen.sigma), log(seen.v) + psi)
-    return _bound(value, "density_bound", seen, n, p, {"log_density_constant": psi, "sigma": seen.sigma})
-
-
-def softmax_bounds(seen: Seen, n: int | None, p: float) -> list[Bound]:
-    """Every bound of this module that applies to a head without a mask."""
-    out = [column_bound_of(seen, n, p)]
-    if n is not None and p == 2.0:
-        out.append(row_bound_of(seen, n))
-    if 2.0 <= p < math.inf:
-        out.append(_density(seen, n, p))
-    return out
-
-
-def _bound(log_value: Any, theorem: str, seen: Seen, n: int | None, p: float, details: dict[str, Any]) -> Bound:
-    return outward(log_value, theorem, seen.region.domain, n, p, details)
+    return value, {"log_density_constant": psi, "sigma": seen.sigma}
 
 
 def outward(

@@ -34,11 +34,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import eigh
 from scipy.optimize import minimize
 
-from otattn._linalg import column_of, lambda_max_upper, norm_upper
+from otattn._linalg import EPS, Array, column_of, lambda_max_upper, norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
@@ -46,16 +45,12 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._options import number, trivial
-from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.rows_and_columns import column_sum
 from otattn.measures.domains import Domain
-
-__all__ = ["two_tokens"]
-
-Array = NDArray[np.float64]
 
 _CELLS = 60_000
 _MARGIN = 1e-11
@@ -63,7 +58,7 @@ _LARGEST = 1e150
 """Sums of products of larger multipliers overflow, and a lost term would empty a box that is not."""
 
 
-class _Forms:
+class Forms:
     """The quadratic forms in ``z = (x_1, x_2, 1)``, in units of ``unit`` (of the size of g)."""
 
     def __init__(self, head: UnitNumbers) -> None:
@@ -93,7 +88,7 @@ class _Forms:
         M = self.combination(nu, tau) - sum(wi * part for wi, part in zip(w, self.parts, strict=True))
         size = 10.0 + np.abs(nu).sum() + 4 * abs(tau) + w.sum()
         # entries are sums of d products of numbers of at most these sizes
-        noise = 0.0 if isinstance(M, BallMatrix) else 64.0 * len(M) * float(np.finfo(np.float64).eps) * size
+        noise = 0.0 if isinstance(M, BallMatrix) else 64.0 * len(M) * EPS * size
         noise += 40.0 * self.noise * size
         return float(np.maximum(0.0, top(lambda_max_upper(M)) + noise))  # a nan stays one: no bound then
 
@@ -105,10 +100,10 @@ class _Forms:
         return max(t, 0.0) * ratio
 
 
-class _Family:
+class Family:
     """Bounds ``const + tau r^2 + |nu_1| b_1 + |nu_2| b_2`` of ``N_1``, one for each set of multipliers."""
 
-    def __init__(self, forms: _Forms, nu: Array, tau: Array, w: Array) -> None:
+    def __init__(self, forms: Forms, nu: Array, tau: Array, w: Array) -> None:
         self.nu, self.tau, self.w = nu, tau, w
         slack = np.array([forms.excess(*one) for one in zip(nu, tau, w, strict=True)])
         exact = isinstance(forms.N, BallMatrix)
@@ -121,20 +116,20 @@ class _Family:
         return best
 
 
-def _share(lead: Any) -> Any:
+def share(lead: Any) -> Any:
     """``q^2`` at a lead of the logits."""
     e = np.exp(-np.abs(lead))
     return (e / (1.0 + e) ** 2) ** 2
 
 
-def _cell_bound(family: _Family, unit: float) -> CellBound:
+def _cell_bound(family: Family, unit: float) -> CellBound:
     """``log F`` in units of ``unit^2`` on cells of ``(|d|, |l_1|, |l_2|)``, leads in units of ``unit``."""
     exact = not isinstance(family.const, np.ndarray)
 
     def bound(lo: Any, hi: Any) -> Array:
-        (r0, a1, a2), (r1, b1, b2) = (lift(lo), lift(hi)) if exact else (lo, hi)
+        (r0, a1, a2), (r1, b1, b2) = ends(lo, hi, exact)
         N1, N2 = family(r0, r1, b1, b2), family(r0, r1, b2, b1)
-        total = _share(unit * a1) * np.maximum(N1, 0.0) + _share(unit * a2) * np.maximum(N2, 0.0)
+        total = share(unit * a1) * np.maximum(N1, 0.0) + share(unit * a2) * np.maximum(N2, 0.0)
         with np.errstate(divide="ignore"):
             value = np.log(total) + 2.0 * np.log(r1)
         # a box that no pair of tokens is in
@@ -150,11 +145,11 @@ def _cover(unit: float, reach: float) -> tuple[Array, Array]:
     return boxes(np.linspace(0.0, 2.0, 9), scale, scale)
 
 
-def _maximum(family: _Family, unit: float, reach: float, tol: float) -> Maximum:
+def maximum(family: Family, unit: float, reach: float, tol: float) -> Maximum:
     return maximise(_cell_bound(family, unit), *_cover(unit, reach), tol=tol, max_cells=_CELLS)
 
 
-def _reach(head: UnitNumbers, forms: _Forms) -> float:
+def largest_lead(head: UnitNumbers, forms: Forms) -> float:
     """No lead exceeds ``|g| |d|``."""
     return 2.0 * (1.0 + 1e-12) * max(top(head.top), 1e-300) / forms.unit
 
@@ -175,9 +170,9 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     nu, w = multiplier(multipliers, "nu", (tau.size, 2)), multiplier(multipliers, "w", (tau.size, 3), sign=True)
     if max(float(np.abs(part).max()) for part in (nu, tau, w)) > _LARGEST:
         raise ValueError(f"multipliers must be at most {_LARGEST:g}, received larger ones; drop them from the family.")
-    forms = _Forms(head)
-    bound = _cell_bound(_Family(forms, nu, tau, w), forms.unit)
-    cover = _cover(forms.unit, _reach(head, forms))
+    forms = Forms(head)
+    bound = _cell_bound(Family(forms, nu, tau, w), forms.unit)
+    cover = _cover(forms.unit, largest_lead(head, forms))
     log_F = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
     return _bound(lift(log_F) if head.exact else log_F, head, forms.unit)
 
@@ -187,7 +182,7 @@ def _bound(log_F: Any, head: UnitNumbers, unit: float) -> Any:
     return head.v * (np.sqrt(column_sum(2, head.kappa)) + unit * np.exp(0.5 * log_F) * margin) * margin
 
 
-def _cut(forms: _Forms, r: float, b1: float, b2: float, start: Array) -> tuple[Array, float, Array]:
+def _cut(forms: Forms, r: float, b1: float, b2: float, start: Array) -> tuple[Array, float, Array]:
     """Multipliers that are good at ``(|d|, |l_1|, |l_2|) = (r, b1, b2)``."""
 
     def unpack(theta: Array) -> tuple[Array, float, Array]:
@@ -235,21 +230,15 @@ def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, eff
     >>> bound = two_tokens(SoftmaxAttention([[-9.0, 0.0], [0.0, -9.0]], [[1.0, 0.0], [0.0, 1.0]]), radius=1.0)
     >>> bound.value < 6.0, bound.verify()   # the general bounds give 18
     (True, True)
-
-    References
-    ----------
-    Our own theorem; the proof is in the docstring of this module.
     """
-    if effort not in ("fast", "deep"):
-        raise ValueError(f"effort must be 'fast' or 'deep', received {effort!r}.")
     statement = Statement(attention, domain, n, p)
     head = numbers_of(statement)
     if head.v == 0.0:
         return trivial(statement)
     deep = effort == "deep"
     tol, cuts = (1e-2, 150) if deep else (4e-2, 50)
-    forms = _Forms(head)
-    reach = _reach(head, forms)
+    forms = Forms(head)
+    reach = largest_lead(head, forms)
     starts = np.array(
         [
             [0.0, 0.0, 0.5, -4.0, 0.0],
@@ -268,15 +257,15 @@ def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, eff
     best, stale = math.inf, 0
     for k in range(cuts):
         # the last family that cuts off the worst box so far, from changing starts: the search is not convex in w
-        family = _Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
-        found = _maximum(family, forms.unit, reach, 4e-2)
+        family = Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
+        found = maximum(family, forms.unit, reach, 4e-2)
         best, stale = (found.value, 0) if found.value < best - 1e-3 else (best, stale + 1)
         if stale > 8:
             break
         r, b1, b2 = (float(x) for x in found.hi)
         members += [_cut(forms, r, *one, starts[k % 5]) for one in ((b1, b2), (b2, b1))]
-    family = _Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
-    found = _maximum(family, forms.unit, reach, tol)
+    family = Family(forms, *(np.array(part) for part in zip(*members, strict=True)))
+    found = maximum(family, forms.unit, reach, tol)
     # gradients that vanish have no logarithm
     target = max(found.value, -600.0)
     return certify(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn.attention import (
     AttentionMap,
@@ -17,7 +16,7 @@ from otattn.attention import (
 )
 from otattn.attention.head import Head
 from otattn.attention.pointwise import PointwiseAttention
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.intervals import like
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.quadratic import max_norm_product
@@ -27,10 +26,6 @@ from otattn.lipschitz.hypotheses import unnormalised_map
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain, Ellipsoid
-
-__all__ = ["pointwise_bound"]
-
-Array = NDArray[np.float64]
 
 
 @theorem(
@@ -57,10 +52,6 @@ def pointwise_bound(attention: AttentionMap, domain: Domain, n: int | None, p: f
     --------
     >>> pointwise_bound(LinearAttention([[1.0]], [[1.0]]), radius=1.0).value
     3.000...
-
-    References
-    ----------
-    otattn, unnormalised bound.
     """
     (head,) = parts_of(attention, exact=exact)
     return _of_head(head, Region.of(domain, exact=exact), n, p)
@@ -82,19 +73,19 @@ def _of_head(head: Head, region: Region, n: int | None, p: float) -> Bound:
     sigma = product(max_norm_product(head.V, head.A), R, R)
     if isinstance(domain, Ellipsoid) and not np.any(domain.center):
         sigma = least(sigma, seen.sigma)
-    log_first, log_slope = _suprema(head.map, a)
+    log_first, log_slope = suprema(head.map, a)
     value = log_sum(log(seen.v) + log_first, log(sigma) + log_slope)
     return outward(value, "pointwise_bound", domain, n, p, {"sigma": sigma, "a": a})
 
 
-def _suprema(head: Any, a: Any) -> tuple[Any, Any]:
+def suprema(head: Any, a: Any) -> tuple[Any, Any]:
     """Logarithms of ``sup (|h| + a |h'|)`` and ``sup |h'|`` over ``|s| <= a``."""
     if isinstance(head, LinearAttention | ReLUAttention):
         return log(2.0 * a), 0.0
     if isinstance(head, ExponentialAttention):
         return a + np.log1p(a), a
     if isinstance(head, SigmoidAttention):
-        number: Any = lift(1.0) if is_interval(a) else 1.0
+        number: Any = like(1.0, a)
         # q + a q (1 - q) in q = h(s), largest at q = (1 + a) / (2 a), or at the end of the range
         end = number / (1.0 + np.exp(-a))
         inner = 0.25 * (np.square(1.0 + a) / np.maximum(a, 1e-300))

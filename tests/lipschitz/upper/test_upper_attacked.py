@@ -14,10 +14,10 @@ from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
 from otattn.lipschitz.relaxations import field_certificate
-from otattn.lipschitz.upper.mean_field import _Barycentre, _covariance_bound, mean_field
+from otattn.lipschitz.upper.mean_field import Barycentre, covariance_bound, mean_field
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
-from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, rows_and_columns
+from otattn.lipschitz.upper.rows_and_columns import Rows, Search, rows_and_columns
 from otattn.lipschitz.upper.scores import rotary_row_bound
 from otattn.measures import Ball, Box
 
@@ -346,7 +346,7 @@ def test_displacements_are_below_the_cell_of_their_norms():
         head = unit_numbers(attention, 1.0)
         family = SelfLogit.default(head)
         multipliers = {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, 40)}
-        search = _Search(_rows({"head": head, "n": n, "atoms": 60}, multipliers))
+        search = Search(Rows.of({"head": head, "n": n, "atoms": 60}, multipliers))
         for _ in range(12):
             J = attention.jacobian(structured_tokens(rng, n, d)).to_dense()
             eps = np.linalg.svd(J)[2][0] if rng.random() < 0.7 else rng.standard_normal(n * d) ** 3
@@ -392,7 +392,7 @@ def test_column_functions_of_measures_are_below_both_bounds():
         y = int(rng.integers(c))
         log_k = G @ X[y] - logZ
         head = unit_numbers(SoftmaxAttention(A, np.eye(d), bias=bias), 1.0)
-        field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
+        field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
         for s1, s2 in ((0.0, 1.0), (0.6, 0.4), (0.0, 2.0)):
             log_alpha = np.log(mu) + log_k + s1 * np.log1p(2 * size) + s2 * np.log1p(size**2 * lam)
             log_T = float(np.logaddexp.reduce(log_alpha))
@@ -416,7 +416,7 @@ def test_column_functions_of_measures_are_below_both_bounds():
             beta = np.linalg.eigvalsh((alpha[:, None] * (images - centre)).T @ (images - centre))[-1]
             at = np.array([[rho], [np.clip(beta / max(1 - rho**2, 1e-300), 0.0, 1.0)]])
             bound = float(
-                _covariance_bound(a, a * values.min(), h)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))[0]
+                covariance_bound(a, a * values.min(), h)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))[0]
             )
             assert log_T <= bound + 1e-9
             tight[1] = max(tight[1], log_T - bound)

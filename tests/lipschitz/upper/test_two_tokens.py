@@ -11,7 +11,7 @@ from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import two_tokens
-from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach, _share
+from otattn.lipschitz.upper.two_tokens import Family, Forms, largest_lead, maximum, share
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball, Ellipsoid
 
@@ -43,9 +43,9 @@ def test_any_multipliers_bound_the_quadratic_form(attention):
     """Wild multipliers included: what they miss is added."""
     rng = np.random.default_rng(1)
     head = unit_numbers(attention, 1.0)
-    forms = _Forms(head)
+    forms = Forms(head)
     nu, tau = rng.normal(size=(40, 2)) * 3, rng.normal(size=40)
-    family = _Family(forms, nu, tau, np.exp(rng.normal(size=(40, 3))))
+    family = Family(forms, nu, tau, np.exp(rng.normal(size=(40, 3))))
     for _ in range(400):
         x1, x2 = in_ball(2.0 * rng.normal(size=(2, 3)), 1.0)
         gap, g1, g2 = x1 - x2, head.A @ x1 + head.c, head.A @ x2 + head.c
@@ -63,9 +63,9 @@ def test_the_field_part_is_never_exceeded(name):
     A, V = FORMS[name]
     bound = two_tokens(SoftmaxAttention(7.0 * A, V), radius=1.0)
     head = unit_numbers(SoftmaxAttention(7.0 * A, V), 1.0)
-    forms = _Forms(head)
-    family = _Family(forms, bound.multipliers["nu"], bound.multipliers["tau"], bound.multipliers["w"])
-    F = math.exp(_maximum(family, forms.unit, _reach(head, forms), 4e-2).value) * forms.unit**2
+    forms = Forms(head)
+    family = Family(forms, bound.multipliers["nu"], bound.multipliers["tau"], bound.multipliers["w"])
+    F = math.exp(maximum(family, forms.unit, largest_lead(head, forms), 4e-2).value) * forms.unit**2
 
     def value(X):
         gap = X[:, 0] - X[:, 1]
@@ -74,7 +74,7 @@ def test_the_field_part_is_never_exceeded(name):
             g = X[:, i] @ head.A.T + head.c
             lead = sign * np.sum(g * gap, axis=1)
             N = np.sum((g + sign * gap @ head.A) ** 2, axis=1) + np.sum(g**2, axis=1)
-            total = total + _share(lead) * N
+            total = total + share(lead) * N
         return np.sum(gap**2, axis=1) * total
 
     X = in_ball(1.5 * rng.normal(size=(2000, 2, len(A))), 1.0)

@@ -30,7 +30,7 @@ def test_self_logits_are_bounded_from_below_everywhere(name, bias):
     family = SelfLogit.default(head)
     _, r, g, self_logit = sampled(head, 4000, rng)
     assert (g <= head.top).all()
-    for nu, lam, const in zip(*family.arrays, strict=True):
+    for nu, lam, const in family.members():
         assert (nu * g**2 - lam * r**2 - const <= self_logit + 1e-12 * (1 + abs(nu)) * head.top**2).all()
     # a cell of (|g|, |z|) around each point
     for width in (0.0, 0.3):

@@ -1,4 +1,4 @@
-"""Adversaries of the relaxations: batches of clustered configurations climbed by projected gradient steps (T15)."""
+"""Adversaries of the relaxations: batches of clustered configurations climbed by projected gradient steps."""
 
 import numpy as np
 

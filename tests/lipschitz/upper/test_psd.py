@@ -1,4 +1,4 @@
-"""T19: each inequality against random rows and columns, cells against points, the bound against adversaries."""
+"""The program of PSD forms: each inequality against random rows and columns, cells against points, the bound against adversaries."""
 
 from dataclasses import replace
 

@@ -13,7 +13,7 @@ from otattn.errors import CertificateError
 from otattn.lipschitz.constants.self_logit import unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import two_tokens
-from otattn.lipschitz.upper.two_tokens import _Family, _Forms, _maximum, _reach
+from otattn.lipschitz.upper.two_tokens import Family, Forms, largest_lead, maximum
 from otattn.measures import Ball, Box, PointSet
 
 KINDS = ("skew", "negative", "generic", "rank one", "nilpotent", "psd", "jordan", "zero")
@@ -140,7 +140,7 @@ def captured_boxes(family, forms, reach, monkeypatch):
         return real(bound, lo, hi, **options)
 
     monkeypatch.setitem(two_tokens.__globals__, "maximise", spy)
-    _maximum(family, forms.unit, reach, 1.0)
+    maximum(family, forms.unit, reach, 1.0)
     return seen
 
 
@@ -152,11 +152,11 @@ def test_boxes_around_configurations_hold_them(kind, monkeypatch):
     A, c, V, R = instance(kind, rng, largest=30.0)
     attention = SoftmaxAttention(A, V, bias=c)
     bound, head = two_tokens(attention, radius=R), unit_numbers(attention, R)
-    forms = _Forms(head)
+    forms = Forms(head)
     wild = rng.normal(size=(30, 2)) * 4, rng.normal(size=30) * 4, np.exp(rng.normal(size=(30, 3)) - 1)
     stored = tuple(bound.multipliers[k] for k in ("nu", "tau", "w"))
-    family = _Family(forms, *(np.concatenate(both) for both in zip(stored, wild, strict=True)))
-    reach = _reach(head, forms)
+    family = Family(forms, *(np.concatenate(both) for both in zip(stored, wild, strict=True)))
+    reach = largest_lead(head, forms)
     cells = captured_boxes(family, forms, reach, monkeypatch)
     d, count = len(A), 3000
     X = rng.normal(size=(count, 2, d))

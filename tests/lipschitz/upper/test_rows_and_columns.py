@@ -1,4 +1,4 @@
-"""T8 with the column sums: the row constant against random rows, the joint bound against adversaries."""
+"""Rows and columns together: the row constant against random rows, the joint bound against adversaries."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from relaxation_attacks import FORMS, climb
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import SelfLogit, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
-from otattn.lipschitz.upper.rows_and_columns import _rows, _Search, _search, column_sum, rows_and_columns
+from otattn.lipschitz.upper.rows_and_columns import Rows, Search, column_sum, rows_and_columns
 from otattn.measures import Ball, Ellipsoid
 
 
@@ -17,11 +17,11 @@ def rows_of(A, n, *, atoms=80, edges=25):
     head = unit_numbers(SoftmaxAttention(A, np.eye(len(A))), 1.0)
     family = SelfLogit.default(head)
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": np.linspace(0, 1, edges)}
-    return _rows({"head": head, "n": n, "atoms": atoms}, multipliers)
+    return Rows.of({"head": head, "n": n, "atoms": atoms}, multipliers)
 
 
 def closed_row_bound(n, a):
-    """T4 on the unit ball, V = I: what T8 must not exceed when it knows nothing more."""
+    """The row bound on the unit ball, V = I: what the program must not exceed when it knows nothing more."""
     phi = np.sqrt(a**2 / 2 + 0.75 + 1 / (32 * a**2))
     alpha, beta = n * phi**2 + np.sqrt(8) * phi * a, 2 * phi * a * np.sqrt(n - 2)
     return np.sqrt(a**2 + (alpha + np.hypot(alpha, beta)) / 2)
@@ -90,13 +90,13 @@ def test_the_lagrangian_is_an_upper_bound_of_the_program():
         bound = rows.total(k, e[:1], e[1:2], rem, np.array([alpha]), np.array([mu]))[0]
         assert value <= bound * (1 + 1e-12)
         at = np.array([[np.hypot(e[0], e[1])], [np.arctan2(e[1], e[0])]])
-        best, _, _ = _Search(rows).optimum(at, at)
+        best, _, _ = Search(rows).optimum(at, at)
         assert value <= best[0] * (1 + 1e-12)
 
 
 def test_cells_dominate_their_points():
     rng = np.random.default_rng(2)
-    search = _Search(rows_of(6.0 * np.eye(2), 5))
+    search = Search(rows_of(6.0 * np.eye(2), 5))
     lo = np.array([rng.uniform(0.65, 0.95, 12), rng.uniform(0.1, 0.7, 12)])
     hi = np.minimum(lo + rng.random((2, 12)) * 0.1, [[1.0], [np.pi / 4]])
     whole = search.bound(lo, hi)
@@ -199,7 +199,7 @@ def test_the_recheck_rejects_tampering():
 
 def test_finer_cells_never_give_more():
     rows = rows_of(-9.0 * np.eye(2), 6)
-    values = [_search(rows, tol)[0].value for tol in (0.1, 0.03, 0.01)]
+    values = [Search(rows).maximum(tol).value for tol in (0.1, 0.03, 0.01)]
     # 1e-3: halves may find worse multipliers than their whole, which they then inherit
     assert values[0] >= values[1] - 1e-3
     assert values[1] >= values[2] - 1e-3

@@ -10,17 +10,16 @@ from scipy.special import xlogy
 
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
-from otattn.lipschitz.constants.self_logit import SelfLogit, unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
 from otattn.lipschitz.upper.mean_field import (
-    _Barycentre,
-    _covariance_bound,
-    _gain,
-    _second_moment,
-    _weight,
-    least_stretch,
+    Barycentre,
+    covariance_bound,
+    gain,
+    heavy_share,
     mean_field,
+    second_moment,
 )
 from otattn.measures import Ball, Ellipsoid
 
@@ -36,26 +35,26 @@ def test_weight_is_the_maximum_over_the_share():
         for s in (0.3, 0.5, 1.0, 2.0, 8.0):
             brute = (4 * GRID * (1 - GRID) * np.exp(-kl((1 + rho) / 2, GRID) / s)).max()
             # a grid of 5e-5 misses a smooth maximum by 1e-8
-            assert _weight(np.array(rho), s) == pytest.approx(brute, rel=1e-6)
+            assert heavy_share(np.array(rho), s) == pytest.approx(brute, rel=1e-6)
     rho = np.linspace(0, 1, 50)
-    assert (np.diff(_weight(rho, 1.0)) <= 0).all()
-    assert _weight(np.array(0.0), 1.0) == pytest.approx(1.0)
-    assert _weight(np.array(1.0), 1.0) == pytest.approx(16 / 27)
+    assert (np.diff(heavy_share(rho, 1.0)) <= 0).all()
+    assert heavy_share(np.array(0.0), 1.0) == pytest.approx(1.0)
+    assert heavy_share(np.array(1.0), 1.0) == pytest.approx(16 / 27)
 
 
 def test_second_moment_is_the_maximum_over_the_share():
     W = np.array([0.0, 0.1, 0.6, 1.0])
     for theta in (0.25, 0.5, 1.0):
         brute = [(GRID * np.exp(-theta * kl(w, GRID))).max() for w in W[:-1]]
-        assert _second_moment(W, theta)[:-1] == pytest.approx(brute, rel=1e-4)
-    assert _second_moment(W, 0.5)[-1] == pytest.approx(1.0)
+        assert second_moment(W, theta)[:-1] == pytest.approx(brute, rel=1e-4)
+    assert second_moment(W, 0.5)[-1] == pytest.approx(1.0)
 
 
 def test_gain_is_the_best_gaussian_channel():
     y = GRID
     for B in (0.5, 1.0, 4.0, 30.0):
-        assert _gain(np.array(B)) == pytest.approx((B * y + 0.5 * np.log1p(-y)).max(), rel=1e-4, abs=1e-8)
-    assert _gain(np.array(0.3)) == 0.0
+        assert gain(np.array(B)) == pytest.approx((B * y + 0.5 * np.log1p(-y)).max(), rel=1e-4, abs=1e-8)
+    assert gain(np.array(0.3)) == 0.0
 
 
 def test_the_column_identity_on_random_measures():
@@ -93,8 +92,8 @@ def test_cells_dominate_their_points(name):
     rng = np.random.default_rng(1)
     A, V = FORMS[name]
     head = unit_numbers(SoftmaxAttention(6.0 * A, V), 1.0)
-    field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
-    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4), _covariance_bound(6.0, 6.0, 0.3)):
+    field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
+    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4), covariance_bound(6.0, 6.0, 0.3)):
         lo = 0.9 * rng.random((2, 200))
         hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
         whole = bound(lo, hi)
@@ -109,7 +108,7 @@ def test_the_exponent_bounds_every_barycentre(name):
     rng = np.random.default_rng(2)
     A, V = FORMS[name]
     head = unit_numbers(SoftmaxAttention(5.0 * A, V), 1.0)
-    field = _Barycentre(head, SelfLogit.default(head), least_stretch(head))
+    field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
     x = rng.normal(size=(4000, len(A)))
     x *= rng.random((4000, 1)) ** (1 / len(A)) / np.linalg.norm(x, axis=1, keepdims=True)
     g = x @ head.A.T
