@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "EPS",
     "FAR",
+    "Array",
     "bordered",
     "cloud_centre",
     "column_of",
@@ -29,32 +31,33 @@ __all__ = [
     "symmetrize",
 ]
 
-_EPS = float(np.finfo(np.float64).eps)
+Array = NDArray[np.float64]
+EPS = float(np.finfo(np.float64).eps)
 FAR = 1e3
 """A mean this many times farther from most atoms than they are from each other takes three digits from them."""
 _SAFE = (1e-100, 1e150)  # norms whose squares neither overflow nor vanish
 
 
-def symmetrize(M: NDArray[np.float64]) -> NDArray[np.float64]:
+def symmetrize(M: Array) -> Array:
     """``(M + M^T) / 2`` on the last two axes."""
-    out: NDArray[np.float64] = 0.5 * (M + np.swapaxes(M, -1, -2))
+    out: Array = 0.5 * (M + np.swapaxes(M, -1, -2))
     return out
 
 
-def psd_eigh(S: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def psd_eigh(S: Array) -> tuple[Array, Array]:
     """Eigenvalues (clipped at 0, ascending) and eigenvectors of symmetric PSD matrices, batched."""
     s, E = np.linalg.eigh(symmetrize(S))
     return np.maximum(s, 0.0), E
 
 
-def psd_sqrt(S: NDArray[np.float64]) -> NDArray[np.float64]:
+def psd_sqrt(S: Array) -> Array:
     """Symmetric square root of PSD matrices, batched."""
     s, E = psd_eigh(S)
-    out: NDArray[np.float64] = (E * np.sqrt(s)[..., None, :]) @ np.swapaxes(E, -1, -2)
+    out: Array = (E * np.sqrt(s)[..., None, :]) @ np.swapaxes(E, -1, -2)
     return out
 
 
-def polar_factor(M: NDArray[np.float64]) -> NDArray[np.float64]:
+def polar_factor(M: Array) -> Array:
     """Orthogonal polar factor ``U W^T`` from the SVD ``M = U diag(s) W^T``, batched.
 
     In the plane it is written down: the rotation (``det M >= 0``) or reflection nearest to M.
@@ -62,11 +65,11 @@ def polar_factor(M: NDArray[np.float64]) -> NDArray[np.float64]:
     if M.shape[-2:] == (2, 2):
         return _polar_factor_2x2(M)
     U, _, Wt = np.linalg.svd(M)
-    out: NDArray[np.float64] = U @ Wt
+    out: Array = U @ Wt
     return out
 
 
-def _polar_factor_2x2(M: NDArray[np.float64]) -> NDArray[np.float64]:
+def _polar_factor_2x2(M: Array) -> Array:
     a, b, c, d = M[..., 0, 0], M[..., 0, 1], M[..., 1, 0], M[..., 1, 1]
     # twice the projections on rotations [[x, -y], [y, x]] and on reflections [[x, y], [y, -x]]; the longer is nearer
     turn, flip = np.hypot(a + d, c - b), np.hypot(a - d, b + c)
@@ -81,7 +84,7 @@ def _polar_factor_2x2(M: NDArray[np.float64]) -> NDArray[np.float64]:
     return out
 
 
-def row_norms(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def row_norms(x: Array) -> Array:
     """Euclidean norms of the rows, each scaled by a power of two so that no square over- or underflows; inf only
     beyond float64.
     """
@@ -97,7 +100,7 @@ def row_norms(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(out)
 
 
-def cloud_centre(points: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+def cloud_centre(points: Array, shares: Array) -> Array:
     """A point near the cloud from which differences lose no digits: the mean, or the median where far atoms move the mean.
 
     ``shares`` are weights of sum one. Softmax attention does not see the centre, only what is lost by subtracting it:
@@ -113,12 +116,12 @@ def cloud_centre(points: NDArray[np.float64], shares: NDArray[np.float64]) -> ND
         return median if float(np.abs(mean - median).max()) > FAR * near else mean
 
 
-def spectral_norm(M: NDArray[np.float64]) -> float:
+def spectral_norm(M: Array) -> float:
     """Largest singular value (0 for an empty matrix)."""
     return float(np.linalg.norm(M, 2)) if M.size else 0.0
 
 
-def mid(M: Any) -> NDArray[np.float64]:
+def mid(M: Any) -> Array:
     """A float64 array near the matrix: itself for an array."""
     return M if isinstance(M, np.ndarray) else M.mid()
 
@@ -128,7 +131,7 @@ def spectral_norm_upper(M: Any) -> Any:
     if not isinstance(M, np.ndarray):
         return M.spectral_norm()
     value = spectral_norm(M)
-    return _known(value * (1.0 + 8.0 * max(M.shape, default=1) * _EPS))
+    return _known(value * (1.0 + 8.0 * max(M.shape, default=1) * EPS))
 
 
 def norm_upper(x: Any) -> Any:
@@ -141,7 +144,7 @@ def norm_upper(x: Any) -> Any:
     # a sum of squares overflows, or underflows, before the norm does
     # a product below the normal numbers loses its digits
     lost = 1e-322 if size < 1e-290 else 0.0
-    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * _EPS) + lost
+    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * EPS) + lost
 
 
 def column_of(c: Any) -> Any:
@@ -167,7 +170,7 @@ def product_error(A: Any, B: Any) -> float:
     k = A.shape[-1]
     bound = np.abs(A) @ np.abs(B)
     count = np.size(bound)
-    return (k + 2) * _EPS * float(norm_upper(np.atleast_1d(bound))) + k * count * 1e-322
+    return (k + 2) * EPS * float(norm_upper(np.atleast_1d(bound))) + k * count * 1e-322
 
 
 def lambda_max_upper(S: Any) -> Any:
@@ -175,7 +178,7 @@ def lambda_max_upper(S: Any) -> Any:
     if not isinstance(S, np.ndarray):
         return S.largest_eigenvalue()
     s = np.linalg.eigvalsh(symmetrize(S))
-    return _known(float(s[-1] + 8.0 * S.shape[-1] * _EPS * max(abs(s[0]), abs(s[-1]))))
+    return _known(float(s[-1] + 8.0 * S.shape[-1] * EPS * max(abs(s[0]), abs(s[-1]))))
 
 
 def _known(value: float) -> float:

@@ -7,13 +7,12 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.distances.costs import pair_distances, powers
 from otattn.distances.ground import DECADES
 from otattn.distances.wasserstein import wasserstein
 
 __all__ = ["wasserstein_batch"]
-
-Array = NDArray[np.float64]
 
 _BLOCK = 1 << 21
 """Entries of the cost matrices that are formed at once (16 MB)."""

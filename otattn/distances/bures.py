@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import polar_factor, symmetrize
+from otattn._linalg import EPS, Array, polar_factor, symmetrize
 from otattn.distances.costs import pair_distances
 from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_factor, transpose
 from otattn.measures import GaussianMeasure
@@ -26,9 +26,6 @@ from otattn.measures.gaussian import check_covariances
 
 __all__ = ["bures_geodesic", "bures_wasserstein", "covariance_distance", "gaussian_transport_map"]
 
-Array = NDArray[np.float64]
-
-_EPS = float(np.finfo(np.float64).eps)
 #: Relative pivots of a product F F^T formed in float64 come out within 10 roundings of 0 for d <= 16 and
 #: within 16 for d = 64 where the rank ends: below this many (times sqrt(d / 16)), a pivot is rounding.
 RANK_ROUNDINGS = 16
@@ -152,7 +149,7 @@ def gaussian_transport_map(g1: GaussianMeasure, g2: GaussianMeasure) -> tuple[Ar
             "a transport map needs a first covariance of at least the rank of the second, received ranks "
             f"{ranks[0]} and {ranks[1]}; swap the measures, or use bures_geodesic, which needs no map."
         )
-    T = (G @ Q)[:, : ranks[0]] @ np.linalg.pinv(F[:, : ranks[0]], rcond=_EPS)
+    T = (G @ Q)[:, : ranks[0]] @ np.linalg.pinv(F[:, : ranks[0]], rcond=EPS)
     if ranks[0] == g1.dim:
         T = symmetrize(T)
     return T, g2.mean - T @ g1.mean
@@ -250,7 +247,7 @@ def _aligned(S1: Array, S2: Array) -> tuple[DoubleDouble, DoubleDouble, DoubleDo
 
 def _refined(A: Array, B: Array) -> tuple[DoubleDouble, DoubleDouble, DoubleDouble]:
     d = A.shape[-1]
-    tol = RANK_ROUNDINGS * max(1.0, np.sqrt(d / 16)) * _EPS
+    tol = RANK_ROUNDINGS * max(1.0, np.sqrt(d / 16)) * EPS
     F, G = pivoted_factor(A, tol), pivoted_factor(B, tol)
     # columns beyond both ranks are zero: drop them
     rank = max(1, int((np.abs(F.high).max(axis=(0, 1)) + np.abs(G.high).max(axis=(0, 1)) > 0.0).sum()))

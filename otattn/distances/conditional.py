@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.distances.bures import bures_wasserstein
 from otattn.distances.costs import (
@@ -31,7 +32,6 @@ from otattn.measures import DiscreteMeasure, GaussianMeasure, MeasureLike, Space
 
 __all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein", "distance_of"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Method = Literal["exact", "penalized"]
 

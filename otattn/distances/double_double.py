@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from otattn._linalg import Array
 
 __all__ = ["DoubleDouble", "add", "matmul", "pivoted_factor", "transpose"]
-
-Array = NDArray[np.float64]
 
 _SPLITTER = 134217729.0  # 2^27 + 1
 DIGITS = 108  # bits kept of each factor of a product

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.distances.masses import DUST
 
 __all__ = ["Support", "forest_flow"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Support = tuple[Index, Index, Array]
 Step = tuple[int, int, int]

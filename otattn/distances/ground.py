@@ -5,14 +5,12 @@ overflow.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import powers
 
 __all__ = ["DECADES", "ground_cost", "scaled_cost"]
-
-Array = NDArray[np.float64]
 
 CAP = 1e20  # at the scale W_inf an optimal plan costs at most 1: such an entry carries less than rounding
 PLAIN = (1e-35, 1e15)  # distances whose powers stay in float64 without scaling, for p <= 8

@@ -7,16 +7,17 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.distances.flows import SERVED
 from otattn.distances.masses import DUST
 
 __all__ = ["monotone_plan"]
 
 Index = NDArray[np.intp]
-Plan = tuple[Index, Index, NDArray[np.float64]]
+Plan = tuple[Index, Index, Array]
 
 
-def monotone_plan(x: NDArray[np.float64], A: list[int], y: NDArray[np.float64], B: list[int]) -> Plan:
+def monotone_plan(x: Array, A: list[int], y: Array, B: list[int]) -> Plan:
     """The north-west corner rule on sorted atoms: ``(rows, columns, masses)`` with at most ``n + m - 1``
     entries.
 
@@ -100,7 +101,7 @@ def _even(start: tuple[int, int], end: tuple[int, int], sums: tuple[list[int], l
     return min(s, t) > 0 and abs(s - t) * SERVED <= min(s, t)
 
 
-def _balanced(part: Part, a: list[int], b: list[int], total: int) -> tuple[list[int], list[int], NDArray[np.float64]]:
+def _balanced(part: Part, a: list[int], b: list[int], total: int) -> tuple[list[int], list[int], Array]:
     """The corner rule on a part, its columns scaled to the mass of its rows, over the ``total`` of all rows."""
     i, j, k, m = part
     s, t = sum(a[i:k]), sum(b[j:m])

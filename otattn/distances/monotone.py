@@ -26,16 +26,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import EPS, Array
 from otattn.distances.costs import powers
 from otattn.distances.ground import PLAIN
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["LINE_PAIRS", "Staircase", "by_sorting", "is_monotone", "line_potentials", "line_threshold", "tight"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
-_EPS = float(np.finfo(np.float64).eps)
 LINE_PAIRS = 2**16
 """Problems on the line of at most so many pairs of atoms are certified on every pair, larger ones by monotonicity."""
 
@@ -147,5 +146,5 @@ def tight(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float, scale: float, f: A
     path = Staircase.of(mu, nu)
     C = _costs(np.abs(mu.points[path.rows, 0] - nu.points[path.cols, 0]), p, scale)
     u, v = f[path.rows], g[path.cols]
-    rounding = 4.0 * _EPS * (np.abs(u) + np.abs(v) + C) + len(C) * _EPS**2 * float(C.max())
+    rounding = 4.0 * EPS * (np.abs(u) + np.abs(v) + C) + len(C) * EPS**2 * float(C.max())
     return bool((np.abs(C - u - v) <= rounding).all())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.distances.flows import Support, forest_flow
 from otattn.distances.masses import to_weights
 from otattn.errors import ConvergenceError
 
 __all__ = ["Support", "network_simplex"]
-
-Array = NDArray[np.float64]
 
 MAX_PIVOTS = 2**31 - 1
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._linalg import EPS, Array
 from otattn._tabular import Result
 from otattn.distances.bottleneck import bottleneck, witnessed_threshold
 from otattn.distances.costs import (
@@ -44,10 +44,6 @@ from otattn.distances.wasserstein import discrete_pair
 from otattn.measures import DiscreteMeasure, MeasureLike
 
 __all__ = ["TransportResult", "transport"]
-
-Array = NDArray[np.float64]
-
-_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +116,8 @@ class TransportResult(Result):
         stored = (self.value, self.lower, self.upper)
         return (
             self.lower <= self.value <= self.upper
-            and all(abs(a - b) <= 8 * _EPS * new[0] for a, b in zip(stored, new, strict=True))
-            and abs(self.gap - _relative_gap(*new[1:])) <= 16 * _EPS
+            and all(abs(a - b) <= 8 * EPS * new[0] for a, b in zip(stored, new, strict=True))
+            and abs(self.gap - _relative_gap(*new[1:])) <= 16 * EPS
         )
 
     def __repr__(self) -> str:
@@ -245,7 +241,7 @@ def _interval(
     if np.isinf(p):
         charged = float(mass @ (f[rows] + g[cols]))
         # a sum of k terms, each of one sum and one product, in whatever order
-        charge_rounding = (len(mass) + 4) * _EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
+        charge_rounding = (len(mass) + 4) * EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
         lower = witnessed_threshold(C, f, g) if charged > charge_rounding else 0.0
         lower = min(lower, value)
     else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import (
     ASSIGNMENT_BYTES,
@@ -25,8 +25,6 @@ from otattn.distances.plan import solve
 from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["discrete_pair", "wasserstein"]
-
-Array = NDArray[np.float64]
 
 VANISHING = 1e-100
 

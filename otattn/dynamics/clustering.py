@@ -12,12 +12,11 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.trajectory import Trajectory
 
 __all__ = ["ClusterHistory", "Leaders", "Plateau", "token_clusters", "token_leaders"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import Measure
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at, linear_growth
@@ -19,7 +20,6 @@ from otattn.measures import MeasureLike
 
 __all__ = ["check_span", "check_times", "flow"]
 
-Array = NDArray[np.float64]
 Event = Callable[[float, Array], float]
 Method = Literal["DOP853", "RK45", "RK23", "Radau", "BDF"]
 METHODS = ("DOP853", "RK45", "RK23", "Radau", "BDF")

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import Array, spectral_norm_upper
 from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
@@ -39,8 +39,6 @@ from otattn.lipschitz.theorem import THEOREMS
 from otattn.measures import AnyMeasure, GaussianMeasure, SpaceTimeMeasure
 
 __all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
-
-Array = NDArray[np.float64]
 
 SUBSTEPS = 8
 """Parts of each reported interval in the upper sums of the Gronwall integral."""

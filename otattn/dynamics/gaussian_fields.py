@@ -24,6 +24,7 @@ from functools import singledispatch
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention import (
     AttentionMap,
     L2Attention,
@@ -37,7 +38,6 @@ from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianField", "L2Field", "SoftmaxField", "field_of", "gaussian_field"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Rates = tuple[Array, Array]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import symmetrize
+from otattn._linalg import Array, symmetrize
 from otattn.attention import AttentionMap
 from otattn.dynamics.flow import check_span, check_times
 from otattn.dynamics.gaussian_closed_form import covariance_closed_form
@@ -22,8 +22,6 @@ from otattn.measures import GaussianMeasure
 from otattn.measures.gaussian import check_covariance
 
 __all__ = ["gaussian_flow", "gaussian_flow_batch"]
-
-Array = NDArray[np.float64]
 
 MAX_STEPS = 20_000
 

@@ -24,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import DOP853, LSODA
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField
 
 __all__ = ["BLOW_UP_GROWTH", "GaussianRun", "GaussianSystem", "integrate"]
-
-Array = NDArray[np.float64]
 
 BLOW_UP_GROWTH = 1e10
 """Growth rate times elapsed time at which a flow has blown up."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import symmetrize
+from otattn._linalg import Array, symmetrize
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
@@ -35,7 +35,6 @@ from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianLimit", "LimitStatus", "gaussian_limit", "gaussian_limits", "isotropic_dimension", "scaled_factor"]
 
-Array = NDArray[np.float64]
 Kind = Literal["zero", "finite", "divergent", "blow_up"]
 LimitStatus = Literal["closed_form", "followed", "rank_only", "unsettled"]
 

@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import LSODA, RK45
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField
 from otattn.dynamics.gaussian_integrator import BLOW_UP_GROWTH, GaussianSystem
 
 __all__ = ["DROWNED", "LEFT_BEHIND", "Relaxation", "Relaxed", "directions"]
-
-Array = NDArray[np.float64]
 
 RTOL, ATOL = 1e-6, 1e-9
 HORIZON = 60.0

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import Radau
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField
 from otattn.dynamics.gaussian_integrator import GaussianSystem
 from otattn.dynamics.low_rank_flow import LowRankFlow
@@ -34,7 +35,6 @@ from otattn.dynamics.rosenbrock import ERROR_ORDER, rosenbrock_step
 
 __all__ = ["STILL", "Followed", "Record", "follow", "follow_alone"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 _Verdict = tuple[Array, Flags, Flags]

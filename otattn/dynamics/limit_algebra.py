@@ -20,14 +20,12 @@ projection on that kernel, which has rank d - r. QED
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField, SoftmaxField
 from otattn.dynamics.low_rank_flow import signed_factors
 
 __all__ = ["ranks_by_algebra"]
-
-Array = NDArray[np.float64]
 
 MARGIN = 1e-10
 """Least real part of an eigenvalue of V, relative to ``|V|``, that counts as positive."""

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limits, isotropic_dimension, scaled_factor
 
 __all__ = ["RankHistogram", "limit_rank_histogram"]
 
-Array = NDArray[np.float64]
 Variant = Literal["softmax", "l2"]
 Value = Literal["identity", "random", "gram"]
 

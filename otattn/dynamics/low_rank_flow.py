@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField
 
 __all__ = ["Logits", "LowRankFlow", "low_rank_flow", "signed_factors"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
 RANK_TOL = 1e-13

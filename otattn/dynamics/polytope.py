@@ -12,12 +12,11 @@ from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.trajectory import Trajectory
 
 __all__ = ["LimitPolytope", "limit_polytope"]
-
-Array = NDArray[np.float64]
 
 LARGEST_HULL_DIM = 7
 """Qhull lists facets, of which there are too many in higher dimension; vertices are then found by projections alone."""

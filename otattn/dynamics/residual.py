@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.flow import check_span, flow
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
@@ -19,8 +19,6 @@ from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.measures import MeasureLike
 
 __all__ = ["DepthConvergence", "depth_convergence", "residual_steps"]
-
-Array = NDArray[np.float64]
 
 
 def residual_steps(

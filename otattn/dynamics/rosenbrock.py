@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+
+from otattn._linalg import Array
 
 __all__ = ["ERROR_ORDER", "rosenbrock_step"]
-
-Array = NDArray[np.float64]
 
 GAMMA = 0.25
 ERROR_ORDER = 4

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.ode_solution import packed, unpacked
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
@@ -18,7 +19,6 @@ from otattn.dynamics.velocity import Normalization, Velocity
 
 __all__ = ["FlowStatus", "Trajectory"]
 
-Array = NDArray[np.float64]
 FlowStatus = Literal["success", "blow_up", "event", "overflow", "failed"]
 
 

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import expm
 
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.attention import (
     AttentionMap,
 )
@@ -30,7 +30,6 @@ from otattn.attention.base import Measure
 
 __all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
 
-Array = NDArray[np.float64]
 Field = AttentionMap | Callable[[float], AttentionMap]
 Normalization = Literal["sphere", "rescaled"] | None
 

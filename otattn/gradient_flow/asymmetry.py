@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention.jacobian import JacobianOperator
 
 __all__ = ["Asymmetry", "dense_asymmetry", "operator_asymmetry", "probed_asymmetry"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

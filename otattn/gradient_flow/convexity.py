@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.distances import bures_geodesic, bures_wasserstein, transport
 from otattn.gradient_flow.energy import Energy
@@ -18,7 +18,6 @@ from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, as_dis
 
 __all__ = ["DisplacementConvexity", "displacement_convexity", "displacement_convexity_study"]
 
-Array = NDArray[np.float64]
 Sampler = Callable[[np.random.Generator], tuple[Any, Any]]
 Pair = tuple[DiscreteMeasure, DiscreteMeasure] | tuple[GaussianMeasure, GaussianMeasure]
 

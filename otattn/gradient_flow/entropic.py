@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import SinkhornAttention
 from otattn.gradient_flow.energy import Energy, Scaled, symmetric_form
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["SinkhornEnergy"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

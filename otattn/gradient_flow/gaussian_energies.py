@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
-from otattn._linalg import psd_sqrt, symmetrize
+from otattn._linalg import Array, psd_sqrt, symmetrize
 from otattn.gradient_flow.energy import symmetric_form
 from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianEnergy", "GaussianL2Energy", "GaussianSinkhornEnergy", "GaussianSoftmaxEnergy"]
-
-Array = NDArray[np.float64]
 
 
 class GaussianEnergy(Saved, ABC):

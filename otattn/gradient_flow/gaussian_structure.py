@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.linalg import solve_sylvester
 
 from otattn import _validate as check
-from otattn._linalg import psd_eigh, symmetrize
+from otattn._linalg import Array, psd_eigh, symmetrize
 from otattn.attention import AttentionMap
 from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
@@ -19,7 +19,6 @@ from otattn.measures.gaussian import check_covariance
 
 __all__ = ["bures_closedness", "covariance_tangent"]
 
-Array = NDArray[np.float64]
 BASIS_SIZE = 600
 """Number of symmetric basis matrices above which the defect is estimated by probes (d = 34)."""
 RANK_TOL = 1e-8

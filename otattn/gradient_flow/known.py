@@ -8,8 +8,8 @@ from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
@@ -34,7 +34,6 @@ from otattn.gradient_flow.interaction import ExponentialEnergy, LinearEnergy, Re
 
 __all__ = ["KnownStructure", "known_gaussian_structure", "known_structure", "unwrapped"]
 
-Array = NDArray[np.float64]
 _PARALLEL = 1e-12
 """Matrices count as proportional when they differ by this share of their norm."""
 

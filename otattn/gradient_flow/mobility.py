@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.gradient_flow.asymmetry import dense_asymmetry
 
 __all__ = ["mobility_defect"]
 
-Array = NDArray[np.float64]
 _LEAST_SHARE = 1e-6
 """Blocks below this share of their row are not compared: they may be rounding, or have vanished beside the others."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import EPS
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.attention.head import check_sizes
@@ -21,8 +21,6 @@ from otattn.measures import DiscreteMeasure, MeasureLike
 
 __all__ = ["check_gradient_flow"]
 
-Array = NDArray[np.float64]
-_EPS = float(np.finfo(np.float64).eps)
 MOVED = 0.1
 """Displacement of the extra clouds, as a share of the root mean square distance to the mean."""
 FLOW_ATOMS = 256
@@ -150,7 +148,7 @@ def check_gradient_flow(
     wasserstein = worst(found["wasserstein"])
     twisted_worst = worst(found["twisted"]) if found["twisted"] else None
     bures = _bures(attention, measure, generator)
-    limit = max(tol, 64.0 * _EPS * span, 100.0 * attention._tol)
+    limit = max(tol, 64.0 * EPS * span, 100.0 * attention._tol)
     structure, gaussian = known_structure(attention), known_gaussian_structure(attention)
     dissipation = None
     if structure is not None:

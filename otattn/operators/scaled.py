@@ -9,13 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import JacobianOperator
 from otattn.operators.fused import FusedJacobian
 from otattn.operators.network import TwoPrecisions
 
 __all__ = ["ScaledOperator"]
 
-Array = NDArray[np.float64]
 FUSED_SCALES = (1e-60, 1e60)
 """Where the scale of a fused product is that far from the operator's size, its two halves are taken apart."""
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn.attention.base import AttentionMap, Measure
 from otattn.distances.costs import pair_distances, power_mean
@@ -24,8 +23,6 @@ from otattn.stability.images import image
 from otattn.stability.transport_bounds import Problem, pair_slices, transport_lower, transport_upper
 
 __all__ = ["RESOLVED", "Evidence", "Resolution", "certify"]
-
-Array = NDArray[np.float64]
 
 REFINE = 1e-9
 """Images whose rounding may exceed this part of their distance are enclosed again in double-double ..."""

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TINY", "UNIT", "Enclosed", "append_columns", "upward"]
+from otattn._linalg import Array
 
-Array = NDArray[np.float64]
+__all__ = ["TINY", "UNIT", "Enclosed", "append_columns", "upward"]
 
 UNIT = 2.0**-53
 """Half the distance of 1 to the next float: the relative error of one rounded operation."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._files.npz import read_npz
+from otattn._linalg import Array
 from otattn.models import Transformer
 from otattn.stability.fingerprint import fingerprint
 from otattn.stability.folder import StoreFolder, is_file
@@ -17,7 +18,6 @@ from otattn.stability.heads import FIELDS, head_shapes
 
 __all__ = ["HeadStore"]
 
-Array = NDArray[np.float64]
 FORMAT = 3
 MAY_BE_NAN = ("published", "ratios")
 """Heads that no published theorem covers, and pairs that were twice the same run."""

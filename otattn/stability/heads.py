@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
@@ -21,7 +22,6 @@ from otattn.stability.study import stability_study
 
 __all__ = ["FIELDS", "head_gamma", "head_shapes", "in_span", "measure_head"]
 
-Array = NDArray[np.float64]
 FIELDS = ("particle", "splitting", "radii", "domain_radius", "norms", "gamma", "published", "own", "ratios")
 """Names of what :func:`measure_head` gives."""
 REAL = 1e-10

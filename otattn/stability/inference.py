@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.errors import ConvergenceError
 
 __all__ = ["Statistic", "bootstrap_interval", "endpoint"]
 
-Array = NDArray[np.float64]
 Statistic = str | float | Callable[[Array], float]
 
 LEAST_SAMPLE = 20

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.models import Transformer
@@ -26,7 +27,6 @@ from otattn.stability.study import check_key
 
 __all__ = ["LayerMeasurements", "measure_layers"]
 
-Array = NDArray[np.float64]
 SIZES = (16, 32, 64, 128)
 
 

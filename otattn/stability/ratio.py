@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import EPS
 from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
 from otattn.distances.conditional import distance_of
@@ -18,10 +18,8 @@ from otattn.stability.gaussian_margins import gaussian_margins
 
 __all__ = ["Resolution", "StabilityRatio", "extent", "image_distances", "prepare_pair", "stability_ratio"]
 
-Array = NDArray[np.float64]
 Moved = DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure
 
-_EPS = float(np.finfo(np.float64).eps)
 SHAVE = 1e-12
 """Taken off a certified value, and its rounding once more, so that another processor's rounding confirms it."""
 
@@ -83,7 +81,7 @@ class StabilityRatio(Result):
         return bool(
             abs(self.numerator - new.numerator) <= 1e-9 * new.numerator + min(found.noise, new.numerator)
             and abs(self.denominator - new.denominator) <= 1e-9 * new.denominator
-            and abs(self.value - self.numerator / self.denominator) <= 4 * _EPS * self.value
+            and abs(self.value - self.numerator / self.denominator) <= 4 * EPS * self.value
             and 0.0 <= self.certified_lower <= min(self.value, found.proven)
             and self.resolution == new.resolution
         )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._files.result_file import can_keep
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
 from otattn.lipschitz.bound import Bound
@@ -21,7 +22,6 @@ from otattn.stability.ratio import StabilityRatio
 
 __all__ = ["Sampler", "Seed", "StabilityStudy", "child_seed"]
 
-Array = NDArray[np.float64]
 Sampler = Callable[[np.random.Generator], tuple[Any, Any]]
 Seed = tuple[int, tuple[int, ...]]
 """Entropy and spawn key of a SeedSequence."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.measures import Ball, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "window_pairs",
 ]
 
-Array = NDArray[np.float64]
 Rng = np.random.Generator
 
 

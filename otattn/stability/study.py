@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap
 from otattn.errors import StoreError, WorkerError
 from otattn.stability.fingerprint import fingerprint
@@ -23,8 +23,6 @@ from otattn.stability.store import DirectoryStore, MemoryStore, Store, Terms
 from otattn.stability.workers import in_workers
 
 __all__ = ["check_key", "stability_study"]
-
-Array = NDArray[np.float64]
 
 RESOLUTION = 1e-12
 """Measures closer than this fraction of their size count as equal: their ratio would be rounding."""

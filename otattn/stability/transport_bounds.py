@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
+from otattn._linalg import Array
 from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import powers
 from otattn.distances.duality import c_transform
@@ -29,7 +30,6 @@ from otattn.stability.enclosed import TINY, UNIT, Enclosed, two_sum
 
 __all__ = ["Problem", "Slice", "distance_bounds", "pair_slices", "transport_lower", "transport_upper"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Measure = DiscreteMeasure | SpaceTimeMeasure
 
