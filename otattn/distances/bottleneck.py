@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from otattn._linalg import Array
-from otattn.distances.simplex import Support, network_simplex
+from otattn.distances.flows import Support, network_simplex
 from otattn.errors import ConvergenceError
 
 __all__ = ["Bottleneck", "bottleneck", "witnessed_threshold"]

@@ -18,12 +18,12 @@ from otattn.distances.bures import bures_wasserstein
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
+    ground_cost,
     pair_distances,
     pairwise_distances,
     power_mean,
     powers,
 )
-from otattn.distances.ground import ground_cost
 from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve, sparse_plan, status_of
 from otattn.distances.transport import TransportResult, transport

@@ -27,8 +27,8 @@ from otattn.distances.duality import (
     small_potentials,
     support_slack,
 )
+from otattn.distances.flows import Support, network_simplex
 from otattn.distances.masses import exact_masses, to_weights
-from otattn.distances.simplex import Support, network_simplex
 from otattn.errors import ConvergenceError
 
 __all__ = [

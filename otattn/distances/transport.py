@@ -14,23 +14,24 @@ from otattn.distances.bottleneck import bottleneck, witnessed_threshold
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
+    ground_cost,
     pair_distances,
     pairwise_distances,
     power_mean,
     relative_rounding,
+    scaled_cost,
 )
 from otattn.distances.duality import support_slack
-from otattn.distances.ground import ground_cost, scaled_cost
-from otattn.distances.line import monotone_plan
-from otattn.distances.masses import exact_masses
-from otattn.distances.monotone import (
+from otattn.distances.line import (
     Staircase,
     by_sorting,
     is_monotone,
     line_potentials,
     line_threshold,
+    monotone_plan,
     tight,
 )
+from otattn.distances.masses import exact_masses
 from otattn.distances.plan import (
     extend_potentials,
     feasible,
@@ -153,7 +154,7 @@ def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportRes
     -----
     On the line, beyond 2^16 pairs of atoms, no pair is looked at that the plan does not use: a plan of monotone support
     is optimal between its marginals for every ``p``, so ``lower`` is its cost less rounding, and the potentials equal the
-    cost along the staircase of sorted atoms, which makes them feasible (and optimal) up to rounding (`monotone`).
+    cost along the staircase of sorted atoms, which makes them feasible (and optimal) up to rounding (`line`).
 
     References
     ----------

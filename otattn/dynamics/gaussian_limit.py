@@ -8,7 +8,7 @@ last trends ``d log lambda / d log t``. Decay is algebraic in many cases, and ma
 For ``V = I`` and symmetric A a limit has ``Sigma A Sigma = 0``: the form of A vanishes on its range, whose dimension is
 therefore at most ``dim ker A + min(#positive, #negative eigenvalues)``, at most ``ceil(d/2)`` for invertible A. For
 negative semi-definite A and V with eigenvalues of positive real part the rank is known
-(:mod:`otattn.dynamics.limit_algebra`): a flow that disagrees with it is never called settled.
+(:mod:`otattn.dynamics.low_rank_flow`): a flow that disagrees with it is never called settled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covarianc
 from otattn.dynamics.gaussian_fields import GaussianField, gaussian_field
 from otattn.dynamics.gaussian_relaxation import DROWNED, LEFT_BEHIND, Relaxation, Relaxed, directions
 from otattn.dynamics.gaussian_settling import Followed, follow, follow_alone
-from otattn.dynamics.limit_algebra import ranks_by_algebra
-from otattn.dynamics.low_rank_flow import low_rank_flow
+from otattn.dynamics.low_rank_flow import low_rank_flow, ranks_by_algebra
 from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianLimit", "LimitStatus", "gaussian_limit", "gaussian_limits", "isotropic_dimension", "scaled_factor"]

@@ -10,11 +10,10 @@ from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.attention.head import check_sizes
 from otattn.errors import NotGaussianPreservingError
-from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, operator_asymmetry
+from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, mobility_defect, operator_asymmetry
 from otattn.gradient_flow.dissipation import energy_dissipation
 from otattn.gradient_flow.gaussian_structure import bures_closedness
 from otattn.gradient_flow.known import known_gaussian_structure, known_structure
-from otattn.gradient_flow.mobility import mobility_defect
 from otattn.gradient_flow.report import GradientFlowReport, verdict_of, worst
 from otattn.gradient_flow.twisted import twisted_field
 from otattn.measures import DiscreteMeasure, MeasureLike

@@ -21,8 +21,7 @@ from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.models import Transformer
-from otattn.stability.head_store import HeadStore
-from otattn.stability.heads import FIELDS, measure_head
+from otattn.stability.heads import FIELDS, HeadStore, measure_head
 from otattn.stability.study import check_key
 
 __all__ = ["LayerMeasurements", "measure_layers"]

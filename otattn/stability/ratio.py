@@ -13,8 +13,7 @@ from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
 from otattn.distances.conditional import distance_of
 from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
-from otattn.stability.certify import Evidence, Resolution, certify
-from otattn.stability.gaussian_margins import gaussian_margins
+from otattn.stability.certify import Evidence, Resolution, certify, gaussian_margins
 
 __all__ = ["Resolution", "StabilityRatio", "extent", "image_distances", "prepare_pair", "stability_ratio"]
 
