@@ -113,14 +113,18 @@ def token_clusters(trajectory: Trajectory, *, tol: float | None = None) -> Clust
     counts = np.empty(len(trajectory), dtype=np.intp)
     masses = []
     for k, x in enumerate(trajectory.points[:, live]):
-        raw = fcluster(linkage(pdist(x), "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
-        _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+        _, first, inverse = np.unique(linked(x, cut), return_index=True, return_inverse=True)
         order = np.argsort(np.argsort(first))
         own = order[inverse.ravel()]
         labels[k, live] = own
         counts[k] = len(first)
         masses.append(check.frozen(np.asarray(np.bincount(own, weights=w), dtype=np.float64)))
     return ClusterHistory(trajectory.times, labels, counts, tuple(masses), cut)
+
+
+def linked(x: Array, cut: float) -> NDArray[np.intp]:
+    """The single-linkage cluster of each point, numbers in no order."""
+    return fcluster(linkage(pdist(x), "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,7 @@ from numpy.typing import ArrayLike
 from otattn import _validate as check
 from otattn._linalg import Array, spectral_norm_upper
 from otattn._tabular import Result
-from otattn.attention import (
-    AttentionMap,
-)
+from otattn.attention import AttentionMap
 from otattn.distances.conditional import distance_of
 from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow

@@ -14,7 +14,7 @@ from otattn.attention import AttentionMap
 from otattn.dynamics.flow import check_span, check_times
 from otattn.dynamics.gaussian_closed_form import covariance_closed_form
 from otattn.dynamics.gaussian_fields import gaussian_field
-from otattn.dynamics.gaussian_integrator import GaussianRun, integrate
+from otattn.dynamics.gaussian_integrator import GaussianRun, integrate, split_states
 from otattn.dynamics.gaussian_limit import scaled_factor
 from otattn.dynamics.gaussian_trajectory import GaussianFlowBatch, GaussianTrajectory
 from otattn.dynamics.velocity import Field, layer_at
@@ -194,12 +194,12 @@ def _trajectory(
     tolerance: tuple[float, float],
 ) -> GaussianTrajectory:
     d = gaussian.dim
-    count = len(run.times[b])
-    F = np.reshape(run.factors[b], (count, d, d))
+    count = len(run.rows[b])
+    F, s, means, local = split_states(np.reshape(run.rows[b], (count, -1)) if count else run.last[:0], d)
     size = (F**2).sum(axis=(1, 2))
     live = size > 0
     with np.errstate(divide="ignore"):
-        traces = np.where(live, 2.0 * np.asarray(run.scales[b]) + np.log(np.where(live, size, 1.0)), -np.inf)
+        traces = np.where(live, 2.0 * s + np.log(np.where(live, size, 1.0)), -np.inf)
     shapes = symmetrize(F @ np.swapaxes(F, 1, 2) / np.where(live, size, 1.0)[:, None, None])
     status: Any = run.status[b]
     form = covariance_closed_form(attention, gaussian)
@@ -207,11 +207,11 @@ def _trajectory(
     if form is not None:
         exact = span[0] + form.blow_up_time
         blow_up = exact if status == "blow_up" else blow_up
-    end = span[1] if status == "success" else span[0] + float(run.final[3][b])
-    times = span[0] + np.asarray(run.times[b]) if wanted is None else wanted[:count]
+    end = span[1] if status == "success" else span[0] + float(run.last[b, -1])
+    times = span[0] + local if wanted is None else wanted[:count]
     return GaussianTrajectory(
         times=check.frozen(np.minimum(times, span[1])),
-        means=check.frozen(np.reshape(run.means[b], (count, d))),
+        means=check.frozen(means),
         shapes=check.frozen(shapes),
         log_traces=check.frozen(traces),
         blow_up_time=blow_up,

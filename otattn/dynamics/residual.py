@@ -81,22 +81,19 @@ def residual_steps(
                 break
             points.append(x)
     done = len(points)
-    return Trajectory(
-        times=check.frozen(times[:done]),
-        points=check.frozen(np.array(points)),
-        weights=measure.weights,
-        token_times=getattr(measure, "times", None),
+    return Trajectory.along(
+        velocity,
+        times[:done],
+        np.array(points),
+        times[done:],
         status=status,
         blow_up_time=math.inf,
         end=float(times[done - 1]),
-        missed=check.frozen(times[done:]),
-        normalization=normalization,
         t_span=(start, stop),
         solver="residual",
         tolerance=(0.0, 0.0),
         evaluations=done,
         message=message,
-        velocity=velocity,
     )
 
 

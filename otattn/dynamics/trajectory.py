@@ -78,6 +78,21 @@ class Trajectory(Result):
     steps: Array | None = field(default=None, repr=False)
     dense: Callable[[float], Array] | None = field(default=None, repr=False)
 
+    @classmethod
+    def along(cls, velocity: Velocity, times: Array, points: Array, missed: Array, **outcome: Any) -> Trajectory:
+        """The trajectory of a velocity's measure, with what is said of its computation."""
+        measure = velocity.measure
+        return cls(
+            times=check.frozen(times),
+            points=check.frozen(points),
+            weights=measure.weights,
+            token_times=getattr(measure, "times", None),
+            missed=check.frozen(missed),
+            normalization=velocity.normalization,
+            velocity=velocity,
+            **outcome,
+        )
+
     def _to_fields(self) -> dict[str, Any]:
         return {**super()._to_fields(), "dense": None if self.dense is None else packed(self.dense)}
 

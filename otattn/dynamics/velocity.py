@@ -23,9 +23,7 @@ from scipy.linalg import expm
 
 from otattn._files.saved import Saved
 from otattn._linalg import Array
-from otattn.attention import (
-    AttentionMap,
-)
+from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 
 __all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
