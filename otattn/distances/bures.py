@@ -213,8 +213,7 @@ def _distances(S1: Array, S2: Array) -> Array:
     fine = ~conditioned | (plain < PLAIN * np.sqrt(s1[:, -1] + s2[:, -1]))
     if fine.any():
         F2, G2, Q = _refined(A[fine], B[fine])
-        moved = matmul(G2, Q)
-        gap = add(F2, DoubleDouble(-moved.high, -moved.low))
+        gap = add(F2, -matmul(G2, Q))
         plain[fine] = _norm(gap.high + gap.low)
     out[differ] = plain * unit
     return out
@@ -264,9 +263,9 @@ def _polar(K: DoubleDouble) -> DoubleDouble:
     ``-(P Y + Y P) / 2``: solve for the skew Y in the eigenbasis of P.
     """
     Q = polar_factor(K.high)
-    start = _orthogonalised(DoubleDouble(Q, np.zeros_like(Q)))
+    start = _orthogonalised(DoubleDouble.exact(Q))
     P = matmul(transpose(start), K)
-    skew = add(P, DoubleDouble(-np.swapaxes(P.high, 1, 2), -np.swapaxes(P.low, 1, 2)))
+    skew = add(P, -transpose(P))
     p, E = np.linalg.eigh(symmetrize(P.high))
     W = np.swapaxes(E, 1, 2) @ (skew.high + skew.low) @ E
     total = np.abs(p)[:, :, None] + np.abs(p)[:, None, :]
@@ -275,17 +274,14 @@ def _polar(K: DoubleDouble) -> DoubleDouble:
     Y[np.abs(Y) > 1e-2] = 0.0
     Y = E @ Y @ np.swapaxes(E, 1, 2)
     Y = 0.5 * (Y - np.swapaxes(Y, 1, 2))
-    rotation = add(
-        DoubleDouble(np.broadcast_to(np.eye(Y.shape[-1]), Y.shape), np.zeros_like(Y)),
-        DoubleDouble(Y, 0.5 * (Y @ Y)),
-    )
+    identity = DoubleDouble.exact(np.broadcast_to(np.eye(Y.shape[-1]), Y.shape))
+    rotation = add(identity, DoubleDouble(Y, 0.5 * (Y @ Y)))
     return _orthogonalised(_orthogonalised(matmul(start, rotation)))
 
 
 def _orthogonalised(Q: DoubleDouble) -> DoubleDouble:
     """One Newton-Schulz step ``Q + Q (I - Q^T Q) / 2``, which squares the defect of orthogonality."""
     gram = matmul(transpose(Q), Q)
-    eye = np.broadcast_to(np.eye(Q.high.shape[-1]), Q.high.shape)
-    defect = add(DoubleDouble(eye, np.zeros_like(Q.high)), DoubleDouble(-gram.high, -gram.low))
+    defect = add(DoubleDouble.exact(np.broadcast_to(np.eye(gram.high.shape[-1]), gram.high.shape)), -gram)
     step = 0.5 * (Q.high @ (defect.high + defect.low))
-    return add(Q, DoubleDouble(step, np.zeros_like(step)))
+    return add(Q, DoubleDouble.exact(step))

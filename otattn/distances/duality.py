@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import Array
+from otattn.distances.double_double import two_sum
 
 __all__ = ["c_transform", "feasible_pair", "reduced_costs", "small_potentials", "support_slack"]
 
@@ -47,9 +48,7 @@ def support_slack(
 ) -> Array:
     """``C_ij - f_i - g_j`` on the support, with the sum ``f_i + g_j`` taken without rounding."""
     u, v = f[rows], g[cols]
-    s = u + v
-    t = s - u
-    low = (u - (s - t)) + (v - t)  # s + low is f_i + g_j exactly (Knuth)
+    s, low = two_sum(u, v)
     return np.asarray((C[rows, cols] - s) - low)
 
 

@@ -19,7 +19,7 @@ from otattn._linalg import Array
 from otattn.distances.masses import DUST, to_weights
 from otattn.errors import ConvergenceError
 
-__all__ = ["Support", "forest_flow", "network_simplex"]
+__all__ = ["Support", "elimination", "forest_flow", "network_simplex"]
 
 Index = NDArray[np.intp]
 Support = tuple[Index, Index, Array]
@@ -40,7 +40,7 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
     n = len(A)
     mass = [v * FINE for v in A] + [v * FINE for v in B]
     arcs = list(zip(rows.tolist(), (cols + n).tolist(), strict=True))
-    steps = _elimination(arcs, mass)
+    steps = elimination(arcs, mass)
     if len(steps) != len(arcs):
         return None
     cut = _cut(steps, mass, n)
@@ -56,7 +56,7 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
     )
 
 
-def _elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
+def elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
     """Steps ``(leaf, arc, other end)`` that take the forest apart, light leaves first; a cycle stays."""
     at: list[list[int]] = [[] for _ in mass]
     for k, (u, v) in enumerate(arcs):

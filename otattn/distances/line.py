@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import EPS, Array
 from otattn.distances.costs import PLAIN, powers
+from otattn.distances.double_double import two_sum
 from otattn.distances.flows import SERVED
 from otattn.distances.masses import DUST
 from otattn.measures import DiscreteMeasure
@@ -141,8 +142,6 @@ def _balanced(part: Part, a: list[int], b: list[int], total: int) -> tuple[list[
     return [i + r for r in rows], [j + c for c in cols], np.array([v / unit for v in flows])
 
 
-Index = NDArray[np.intp]
-
 LINE_PAIRS = 2**16
 """Problems on the line of at most so many pairs of atoms are certified on every pair, larger ones by monotonicity."""
 
@@ -191,9 +190,9 @@ def line_potentials(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float, path: St
     scale = 1.0 if plain else 2.0 ** (math.frexp(top)[1] - 1)
     C = _costs(D, p, scale)
     # for p = 1 all inequalities may be equalities: the costs themselves are kept to twice the digits
-    rest = np.sign(x - y) * _difference_rest(x, y, x - y) / scale if p == 1.0 else np.zeros_like(C)
-    high = np.concatenate([C[:1], np.diff(C)])
-    low = np.concatenate([rest[:1], _difference_rest(C[1:], C[:-1], high[1:]) + np.diff(rest)])
+    rest = np.sign(x - y) * two_sum(x, -y).low / scale if p == 1.0 else np.zeros_like(C)
+    steps = two_sum(C[1:], -C[:-1])
+    high, low = np.concatenate([C[:1], steps.high]), np.concatenate([rest[:1], steps.low + np.diff(rest)])
     down = np.concatenate([[False], path.down])
     f, g = np.empty(mu.n), np.empty(nu.n)
     f[path.rows] = _sums(np.where(down, high, 0.0), np.where(down, low, 0.0))
@@ -206,19 +205,11 @@ def _costs(D: Array, p: float, scale: float) -> Array:
         return powers(D / scale, p)
 
 
-def _difference_rest(a: Array, b: Array, high: Array) -> Array:
-    """What ``high = fl(a - b)`` lacks of ``a - b`` (Knuth)."""
-    t = high - a
-    return np.asarray((a - (high - t)) - (b + t))
-
-
 def _sums(high: Array, low: Array) -> Array:
     """``sum_{k <= i} (high_k + low_k)`` for each i, to twice the digits before the last rounding."""
     total = np.cumsum(high)
     before = np.concatenate([[0.0], total[:-1]])
-    t = total - before
-    lost = (before - (total - t)) + (high - t)
-    return np.asarray(total + np.cumsum(lost + low))
+    return np.asarray(total + np.cumsum(two_sum(before, high).low + low))
 
 
 def line_threshold(mu: DiscreteMeasure, nu: DiscreteMeasure, rows: Index, cols: Index) -> tuple[Array, Array]:

@@ -47,6 +47,10 @@ from otattn.measures import DiscreteMeasure, MeasureLike
 __all__ = ["TransportResult", "transport"]
 
 
+Solved = tuple[csr_array, Array, Array, float, tuple[float, float, float]]
+"""Plan, potentials and their scale, and ``(value, lower, upper)``."""
+
+
 @dataclass(frozen=True, eq=False)
 class TransportResult(Result):
     """An optimal plan between two measures and the proof of how optimal it is.
@@ -163,8 +167,16 @@ def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportRes
     (2009), Assignment Problems, section 6.2 (bottleneck).
     """
     p, mu, nu = discrete_pair(mu, nu, p)
-    if by_sorting(mu, nu):
-        return _on_the_line(mu, nu, p)
+    solved = _on_the_line if by_sorting(mu, nu) else _on_all_pairs
+    plan, f, g, scale, (value, lower, upper) = solved(mu, nu, p)
+    gap = _relative_gap(lower, upper)
+    return TransportResult(
+        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
+    )
+
+
+def _on_all_pairs(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Solved:
+    """By the simplex, certified on every pair of atoms."""
     check_budget(mu.n, nu.n, SIMPLEX_BYTES)
     rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
     A, B = exact_masses(mu.weights[rows], nu.weights[cols])
@@ -186,14 +198,10 @@ def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportRes
             C = scaled_cost(pairwise_distances(mu.points, nu.points), p, scale)
             f, g = extend_potentials(C, rows, f)
     plan = sparse_plan(rows[i], cols[j], mass, (mu.n, nu.n))
-    value, lower, upper = _interval(mu, nu, p, plan, f, g, C)
-    gap = _relative_gap(lower, upper)
-    return TransportResult(
-        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
-    )
+    return plan, f, g, scale, _interval(mu, nu, p, plan, f, g, C)
 
 
-def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> TransportResult:
+def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Solved:
     """The monotone plan with its potentials; nothing of the size ``n m`` is formed."""
     rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
     A, B = exact_masses(mu.weights[rows], nu.weights[cols])
@@ -203,13 +211,10 @@ def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Transpor
     else:
         f, g, scale = line_potentials(mu, nu, p, Staircase.of(mu, nu))
     plan = sparse_plan(rows[i], cols[j], mass, (mu.n, nu.n))
-    value, lower, upper = _line_interval(mu, nu, p, plan)
-    if not np.isfinite(value):
+    ends = _line_interval(mu, nu, p, plan)
+    if not np.isfinite(ends[0]):
         raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
-    gap = _relative_gap(lower, upper)
-    return TransportResult(
-        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
-    )
+    return plan, f, g, scale, ends
 
 
 def _line_interval(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float, plan: csr_array) -> tuple[float, float, float]:

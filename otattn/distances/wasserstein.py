@@ -79,7 +79,8 @@ def wasserstein(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> float:
     if mu.n == nu.n and mu.is_uniform and nu.is_uniform:
         value = _matched(mu.points, nu.points, p)
     else:
-        x, A, y, B = _merged(mu, nu)
+        A, B = exact_masses(mu.weights, nu.weights)
+        (x, A), (y, B) = merge_atoms(mu.points, A), merge_atoms(nu.points, B)
         if same_measure(x, A, y, B):
             return 0.0
         if len(x) == len(y) and min(A) == max(A) and min(B) == max(B):
@@ -101,11 +102,6 @@ def discrete_pair(mu: MeasureLike, nu: MeasureLike, p: Any) -> tuple[float, Disc
             f"mu and nu must live in one space, received dimensions {mu.dim} and {nu.dim}; check the last axis."
         )
     return p, mu, nu
-
-
-def _merged(mu: DiscreteMeasure, nu: DiscreteMeasure) -> tuple[Array, list[int], Array, list[int]]:
-    A, B = exact_masses(mu.weights, nu.weights)
-    return *merge_atoms(mu.points, A), *merge_atoms(nu.points, B)
 
 
 def _matched(x: Array, y: Array, p: float) -> float:

@@ -17,7 +17,7 @@ from otattn.dynamics.gaussian_fields import gaussian_field
 from otattn.dynamics.gaussian_integrator import GaussianRun, integrate, split_states
 from otattn.dynamics.gaussian_limit import scaled_factor
 from otattn.dynamics.gaussian_trajectory import GaussianFlowBatch, GaussianTrajectory
-from otattn.dynamics.velocity import Field, layer_at
+from otattn.dynamics.velocity import Field, check_values, layer_at
 from otattn.measures import GaussianMeasure
 from otattn.measures.gaussian import check_covariance
 
@@ -158,11 +158,7 @@ def _flows(
     rtol, atol = check.positive(tolerance[0], "rtol"), check.positive(tolerance[1], "atol")
     layer = layer_at(attention, span[0])
     layer._check_dim(gaussians[0].dim)
-    if layer.out_dim not in (None, gaussians[0].dim):
-        raise ValueError(
-            f"attention must have values in the space of the tokens, received {gaussians[0].dim} -> {layer.out_dim}; "
-            "add an output matrix with MultiHeadAttention([head], [W])."
-        )
+    check_values(layer, gaussians[0].dim)
     layer.gaussian_affine(gaussians[0])  # raises where Gaussians do not stay Gaussian
     M, s = scaled_factor(np.stack([g.cov for g in gaussians]))
     alpha = np.stack([g.mean for g in gaussians])

@@ -26,7 +26,7 @@ from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 
-__all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
+__all__ = ["Field", "Normalization", "Velocity", "check_values", "layer_at", "linear_growth"]
 
 Field = AttentionMap | Callable[[float], AttentionMap]
 Normalization = Literal["sphere", "rescaled"] | None
@@ -44,6 +44,15 @@ def layer_at(attention: Field, t: float) -> AttentionMap:
     if not isinstance(layer, AttentionMap):
         raise TypeError(f"attention(t) must be an attention map, received {type(layer).__name__} at t = {t:g}.")
     return layer
+
+
+def check_values(attention: AttentionMap, dim: int) -> None:
+    """Refuse a map whose values lie in another space than the tokens: there is no flow."""
+    if attention.out_dim not in (None, dim):
+        raise ValueError(
+            f"attention must have values in the space of the tokens, received {dim} -> {attention.out_dim}; "
+            "add an output matrix with MultiHeadAttention([head], [W])."
+        )
 
 
 def linear_growth(attention: Field) -> bool:
@@ -100,11 +109,7 @@ class Velocity(Saved):
         if normalization not in (None, "sphere", "rescaled"):
             raise ValueError(f'normalization must be None, "sphere" or "rescaled", received {normalization!r}.')
         layer = layer_at(attention, start)
-        if layer.out_dim is not None and layer.out_dim != measure.dim:
-            raise ValueError(
-                f"attention must have values in the space of the tokens, received {measure.dim} -> {layer.out_dim}; "
-                "add an output matrix with MultiHeadAttention([head], [W])."
-            )
+        check_values(layer, measure.dim)
         self.attention, self.measure, self.normalization, self.start = attention, measure, normalization, start
         self.V: Array | None = None
         self.norms: Array | None = None

@@ -169,8 +169,7 @@ def mobility_defect(jacobian: Array, values: Array, *, one_sided: bool = False) 
     own = B[np.arange(n), np.arange(n)]
     live = np.diagonal(size) > 0.0
     diagonal = dense_asymmetry(own[live] / np.diagonal(size)[live][:, None, None]) if live.any() else 0.0
-    pairs = float(np.sqrt(skew / even)) if even > 0.0 else (float("inf") if skew > 0.0 else 0.0)
-    return max(pairs, diagonal)
+    return max(_ratio(skew, even), diagonal)
 
 
 def _inverse(x: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -183,19 +183,11 @@ def displacement_convexity_study(
         for _ in range(check.count(n_pairs, "n_pairs"))
     ]
     worst = min(results, key=lambda r: r.least)
-    return DisplacementConvexity(
-        worst.least,
-        max(r.greatest for r in results),
-        np.array([r.least for r in results]),
-        np.array([r.greatest for r in results]),
-        worst.time,
-        worst.times,
-        worst.energies,
-        worst.slopes,
-        worst.distance,
-        energy,
-        worst.mu,
-        worst.nu,
+    return replace(
+        worst,
+        greatest=max(r.greatest for r in results),
+        leasts=np.array([r.least for r in results]),
+        greatests=np.array([r.greatest for r in results]),
     )
 
 

@@ -34,10 +34,12 @@ class Energy(Saved, ABC):
     Subclasses give values as numbers times ``exp(L)``, so that exponentials of huge logits keep a meaning.
     """
 
+    A: Array
+
     @property
-    @abstractmethod
     def dim(self) -> int:
-        """Dimension d of the points."""
+        """Dimension d of the points: the size of the form A, where there is one."""
+        return len(self.A)
 
     @abstractmethod
     def _value(self, mu: DiscreteMeasure) -> tuple[float, float]: ...

@@ -66,10 +66,6 @@ class SinkhornEnergy(Energy):
         object.__setattr__(self, "tol", check.positive(tol, "tol"))
         object.__setattr__(self, "max_iter", check.count(max_iter, "max_iter"))
 
-    @property
-    def dim(self) -> int:
-        return len(self.A)
-
     def _attention(self, form: Array, values: Array) -> SinkhornAttention:
         return SinkhornAttention(form, values, tol=self.tol, max_iter=self.max_iter)
 

@@ -26,10 +26,12 @@ class GaussianEnergy(Saved, ABC):
     ``u = dE/dm``, ``T = 2 dE/dSigma``.
     """
 
+    A: Array
+
     @property
-    @abstractmethod
     def dim(self) -> int:
-        """Dimension d of the space."""
+        """Dimension d of the space: the size of the form A, where there is one."""
+        return len(self.A)
 
     @abstractmethod
     def _value(self, m: Array, S: Array) -> float: ...
@@ -88,10 +90,6 @@ class GaussianSoftmaxEnergy(GaussianEnergy):
     def __init__(self, A: ArrayLike) -> None:
         object.__setattr__(self, "A", symmetric_form(A, needs=True))
 
-    @property
-    def dim(self) -> int:
-        return len(self.A)
-
     def _value(self, m: Array, S: Array) -> float:
         B = self.A @ S
         return 0.25 * float(np.sum(B * B.T))
@@ -134,10 +132,6 @@ class GaussianSinkhornEnergy(GaussianEnergy):
 
     def __init__(self, A: ArrayLike) -> None:
         object.__setattr__(self, "A", symmetric_form(A))
-
-    @property
-    def dim(self) -> int:
-        return len(self.A)
 
     def _value(self, m: Array, S: Array) -> float:
         root = psd_sqrt(S)

@@ -41,10 +41,6 @@ class InteractionEnergy(Energy):
     def __init__(self, A: ArrayLike) -> None:
         object.__setattr__(self, "A", symmetric_form(A))
 
-    @property
-    def dim(self) -> int:
-        return len(self.A)
-
     @abstractmethod
     def _H(self, S: Array) -> Array: ...
 

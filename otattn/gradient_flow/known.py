@@ -169,11 +169,7 @@ known_gaussian_structure.register(SinkhornAttention, partial(_gaussian_form, ene
 def _proportional(V: Array, A: Array) -> tuple[Array, float] | None:
     """A, symmetrised, and c with ``V = c A``; None when A is not symmetric or there is no such c."""
     c = _ratio(V, A)
-    return None if c is None or not _symmetric(A) else (0.5 * (A + A.T), c)
-
-
-def _symmetric(A: Array) -> bool:
-    return bool(np.abs(A - A.T).max() <= _PARALLEL * np.abs(A).max())
+    return None if c is None or np.abs(A - A.T).max() > _PARALLEL * np.abs(A).max() else (0.5 * (A + A.T), c)
 
 
 def _ratio(V: Array, A: Array) -> float | None:

@@ -9,6 +9,7 @@ from otattn._linalg import EPS
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
 from otattn.attention.head import check_sizes
+from otattn.dynamics.velocity import check_values
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, mobility_defect, operator_asymmetry
 from otattn.gradient_flow.dissipation import energy_dissipation
@@ -105,11 +106,7 @@ def check_gradient_flow(
     unified perspective on the dynamics of deep Transformers", 2025.
     """
     measure = attention.as_measure(mu).support()
-    if attention.out_dim is not None and attention.out_dim != measure.dim:
-        raise ValueError(
-            f"attention must have values in the space of the tokens for a flow, received {measure.dim} -> "
-            f"{attention.out_dim}; add an output matrix with MultiHeadAttention([head], [W])."
-        )
+    check_values(attention, measure.dim)
     settings = {
         "tol": check.positive(tol, "tol"),
         "displaced": check.count(displaced, "displaced", least=0),

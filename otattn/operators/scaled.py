@@ -36,7 +36,7 @@ class ScaledOperator:
             operator = self._fused = operator if operator.dtype == np.float64 else operator.astype(np.float64)
         elif isinstance(operator, list | tuple):
             operator = check.matrix(operator, "operator")
-        self._tokens = operator if isinstance(operator, FusedJacobian | JacobianOperator) else None
+        self._tokens = operator if isinstance(operator, JacobianOperator) else None
         self._linear = operator if isinstance(operator, LinearOperator) else aslinearoperator(operator)
         if self._linear.dtype is not None and np.dtype(self._linear.dtype).kind == "c":
             raise ValueError("operator must be real, received a complex one; stack its real and imaginary parts.")

@@ -24,7 +24,7 @@ from otattn.stability.enclosed import UNIT, Enclosed
 from otattn.stability.images import image
 from otattn.stability.transport_bounds import Problem, pair_slices, transport_lower, transport_upper
 
-__all__ = ["RESOLVED", "Evidence", "Resolution", "certify", "gaussian_margins"]
+__all__ = ["RESOLVED", "Evidence", "Resolution", "certify", "extent", "gaussian_margins"]
 
 REFINE = 1e-9
 """Images whose rounding may exceed this part of their distance are enclosed again in double-double ..."""
@@ -138,11 +138,17 @@ def gaussian_margins(
 
 def _rounding(attention: AttentionMap, gaussian: GaussianMeasure, image: GaussianMeasure) -> float:
     """How far rounding may have moved an image, guessed from images of nudged measures."""
-    size = float(np.abs(image.mean).max() + np.sqrt(np.trace(image.cov)))
     rng = np.random.default_rng(0)
     worst, d = 0.0, gaussian.dim
     for _ in range(NUDGES):
         M = np.eye(d) + NUDGE * (2.0 * rng.integers(0, 2, size=(d, d)) - 1.0)
         moved = attention.pushforward(GaussianMeasure(M @ gaussian.mean, M @ gaussian.cov @ M.T))
         worst = max(worst, bures_wasserstein(moved, image))
-    return NUDGE_SAFETY * (worst + NUDGE * size)
+    return NUDGE_SAFETY * (worst + NUDGE * extent(image))
+
+
+def extent(mu: Measure | GaussianMeasure) -> float:
+    """Largest coordinate, the unit in which the rounding of the points is counted."""
+    if isinstance(mu, GaussianMeasure):
+        return float(np.abs(mu.mean).max() + np.sqrt(np.trace(mu.cov)))
+    return float(np.abs(mu.points).max())

@@ -11,11 +11,11 @@ from otattn import _validate as check
 from otattn._linalg import EPS
 from otattn._tabular import Result
 from otattn.attention.base import AttentionMap
-from otattn.distances.conditional import distance_of
+from otattn.distances.conditional import check_kind, distance_of
 from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
-from otattn.stability.certify import Evidence, Resolution, certify, gaussian_margins
+from otattn.stability.certify import Evidence, Resolution, certify, extent, gaussian_margins
 
-__all__ = ["Resolution", "StabilityRatio", "extent", "image_distances", "prepare_pair", "stability_ratio"]
+__all__ = ["Resolution", "StabilityRatio", "image_distances", "prepare_pair", "stability_ratio"]
 
 Moved = DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure
 
@@ -147,24 +147,9 @@ def prepare_pair(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, p: flo
     if not isinstance(attention, AttentionMap):
         fix = "wrap it as FunctionAttention(function)" if callable(attention) else "build one, such as SoftmaxAttention"
         raise TypeError(f"attention must be an attention map, received {type(attention).__name__}; {fix}.")
-    first: Moved
-    second: Moved
-    if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
-        if p != 2.0:
-            raise ValueError(
-                f"p must be 2 between Gaussian measures, received {p:g}; only W_2 has a closed "
-                "form, sample them "
-                "for another order."
-            )
-        first, second = mu, nu
-    elif isinstance(mu, GaussianMeasure) or isinstance(nu, GaussianMeasure):
-        raise TypeError("mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian.")
-    else:
-        first, second = attention.as_measure(mu), attention.as_measure(nu)
-        if isinstance(first, SpaceTimeMeasure) != isinstance(second, SpaceTimeMeasure):
-            raise TypeError(
-                "mu and nu must be of one kind, received a space-time measure and one without times; give both times."
-            )
+    pair: list[Any] = [m if isinstance(m, GaussianMeasure) else attention.as_measure(m) for m in (mu, nu)]
+    first, second = pair
+    check_kind(first, second, p)
     if first.dim != second.dim:
         raise ValueError(f"mu and nu must live in one space, received dimensions {first.dim} and {second.dim}.")
     return first, second
@@ -209,10 +194,3 @@ def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[S
         value, found.numerator, denominator, min(certified, value), p, attention, mu, nu, found.resolution
     )
     return ratio, found
-
-
-def extent(mu: Any) -> float:
-    """Largest coordinate, the unit in which the rounding of the points is counted."""
-    if isinstance(mu, GaussianMeasure):
-        return float(np.abs(mu.mean).max() + np.sqrt(np.trace(mu.cov)))
-    return float(np.abs(mu.points).max())

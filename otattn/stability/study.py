@@ -19,8 +19,9 @@ from otattn import _validate as check
 from otattn._linalg import Array
 from otattn.attention.base import AttentionMap
 from otattn.errors import StoreError, WorkerError
+from otattn.stability.certify import extent
 from otattn.stability.fingerprint import fingerprint
-from otattn.stability.ratio import StabilityRatio, extent, image_distances, prepare_pair, stability_ratio
+from otattn.stability.ratio import StabilityRatio, image_distances, prepare_pair, stability_ratio
 from otattn.stability.result import Sampler, Seed, StabilityStudy, child_seed
 from otattn.stability.store import DirectoryStore, MemoryStore, Store, Terms
 
