@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from otattn.distances.simplex import Support, network_simplex
+from otattn._linalg import Array
+from otattn.distances.flows import Support, network_simplex
 from otattn.errors import ConvergenceError
 
 __all__ = ["Bottleneck", "bottleneck", "witnessed_threshold"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Attempt = Support | tuple[Array, Array]  # a plan, or potentials that rule the threshold out
 

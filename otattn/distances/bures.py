@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import polar_factor, symmetrize
+from otattn._linalg import EPS, Array, polar_factor, symmetrize
 from otattn.distances.costs import pair_distances
 from otattn.distances.double_double import DoubleDouble, add, matmul, pivoted_factor, transpose
 from otattn.measures import GaussianMeasure
@@ -26,9 +26,6 @@ from otattn.measures.gaussian import check_covariances
 
 __all__ = ["bures_geodesic", "bures_wasserstein", "covariance_distance", "gaussian_transport_map"]
 
-Array = NDArray[np.float64]
-
-_EPS = float(np.finfo(np.float64).eps)
 #: Relative pivots of a product F F^T formed in float64 come out within 10 roundings of 0 for d <= 16 and
 #: within 16 for d = 64 where the rank ends: below this many (times sqrt(d / 16)), a pivot is rounding.
 RANK_ROUNDINGS = 16
@@ -152,7 +149,7 @@ def gaussian_transport_map(g1: GaussianMeasure, g2: GaussianMeasure) -> tuple[Ar
             "a transport map needs a first covariance of at least the rank of the second, received ranks "
             f"{ranks[0]} and {ranks[1]}; swap the measures, or use bures_geodesic, which needs no map."
         )
-    T = (G @ Q)[:, : ranks[0]] @ np.linalg.pinv(F[:, : ranks[0]], rcond=_EPS)
+    T = (G @ Q)[:, : ranks[0]] @ np.linalg.pinv(F[:, : ranks[0]], rcond=EPS)
     if ranks[0] == g1.dim:
         T = symmetrize(T)
     return T, g2.mean - T @ g1.mean
@@ -216,8 +213,7 @@ def _distances(S1: Array, S2: Array) -> Array:
     fine = ~conditioned | (plain < PLAIN * np.sqrt(s1[:, -1] + s2[:, -1]))
     if fine.any():
         F2, G2, Q = _refined(A[fine], B[fine])
-        moved = matmul(G2, Q)
-        gap = add(F2, DoubleDouble(-moved.high, -moved.low))
+        gap = add(F2, -matmul(G2, Q))
         plain[fine] = _norm(gap.high + gap.low)
     out[differ] = plain * unit
     return out
@@ -250,7 +246,7 @@ def _aligned(S1: Array, S2: Array) -> tuple[DoubleDouble, DoubleDouble, DoubleDo
 
 def _refined(A: Array, B: Array) -> tuple[DoubleDouble, DoubleDouble, DoubleDouble]:
     d = A.shape[-1]
-    tol = RANK_ROUNDINGS * max(1.0, np.sqrt(d / 16)) * _EPS
+    tol = RANK_ROUNDINGS * max(1.0, np.sqrt(d / 16)) * EPS
     F, G = pivoted_factor(A, tol), pivoted_factor(B, tol)
     # columns beyond both ranks are zero: drop them
     rank = max(1, int((np.abs(F.high).max(axis=(0, 1)) + np.abs(G.high).max(axis=(0, 1)) > 0.0).sum()))
@@ -267,9 +263,9 @@ def _polar(K: DoubleDouble) -> DoubleDouble:
     ``-(P Y + Y P) / 2``: solve for the skew Y in the eigenbasis of P.
     """
     Q = polar_factor(K.high)
-    start = _orthogonalised(DoubleDouble(Q, np.zeros_like(Q)))
+    start = _orthogonalised(DoubleDouble.exact(Q))
     P = matmul(transpose(start), K)
-    skew = add(P, DoubleDouble(-np.swapaxes(P.high, 1, 2), -np.swapaxes(P.low, 1, 2)))
+    skew = add(P, -transpose(P))
     p, E = np.linalg.eigh(symmetrize(P.high))
     W = np.swapaxes(E, 1, 2) @ (skew.high + skew.low) @ E
     total = np.abs(p)[:, :, None] + np.abs(p)[:, None, :]
@@ -278,17 +274,14 @@ def _polar(K: DoubleDouble) -> DoubleDouble:
     Y[np.abs(Y) > 1e-2] = 0.0
     Y = E @ Y @ np.swapaxes(E, 1, 2)
     Y = 0.5 * (Y - np.swapaxes(Y, 1, 2))
-    rotation = add(
-        DoubleDouble(np.broadcast_to(np.eye(Y.shape[-1]), Y.shape), np.zeros_like(Y)),
-        DoubleDouble(Y, 0.5 * (Y @ Y)),
-    )
+    identity = DoubleDouble.exact(np.broadcast_to(np.eye(Y.shape[-1]), Y.shape))
+    rotation = add(identity, DoubleDouble(Y, 0.5 * (Y @ Y)))
     return _orthogonalised(_orthogonalised(matmul(start, rotation)))
 
 
 def _orthogonalised(Q: DoubleDouble) -> DoubleDouble:
     """One Newton-Schulz step ``Q + Q (I - Q^T Q) / 2``, which squares the defect of orthogonality."""
     gram = matmul(transpose(Q), Q)
-    eye = np.broadcast_to(np.eye(Q.high.shape[-1]), Q.high.shape)
-    defect = add(DoubleDouble(eye, np.zeros_like(Q.high)), DoubleDouble(-gram.high, -gram.low))
+    defect = add(DoubleDouble.exact(np.broadcast_to(np.eye(gram.high.shape[-1]), gram.high.shape)), -gram)
     step = 0.5 * (Q.high @ (defect.high + defect.low))
-    return add(Q, DoubleDouble(step, np.zeros_like(step)))
+    return add(Q, DoubleDouble.exact(step))

@@ -12,26 +12,33 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.distances.bures import bures_wasserstein
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
+    ground_cost,
     pair_distances,
     pairwise_distances,
     power_mean,
     powers,
 )
-from otattn.distances.ground import ground_cost
 from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve, sparse_plan, status_of
 from otattn.distances.transport import TransportResult, transport
 from otattn.distances.wasserstein import wasserstein
 from otattn.measures import DiscreteMeasure, GaussianMeasure, MeasureLike, SpaceTimeMeasure, as_spacetime
 
-__all__ = ["ConditionalTransport", "conditional_transport", "conditional_wasserstein", "distance_of"]
+__all__ = [
+    "ConditionalTransport",
+    "check_kind",
+    "conditional_transport",
+    "conditional_wasserstein",
+    "distance_of",
+    "time_groups",
+]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Method = Literal["exact", "penalized"]
 
@@ -246,9 +253,7 @@ def _slices(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float) -> Iterator[
     live = [np.flatnonzero(m.weights) for m in (mu, nu)]
     times = np.concatenate([mu.times[live[0]], nu.times[live[1]]])
     weights = np.concatenate([mu.weights[live[0]], nu.weights[live[1]]])
-    order = np.argsort(times, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(times[order]) > tol])
-    groups = np.split(order, starts[1:])
+    groups = time_groups(times, tol)
     n = len(live[0])
     masses = np.array([[weights[k[k < n]].sum(), weights[k[k >= n]].sum()] for k in groups])
     differ = np.abs(masses[:, 0] - masses[:, 1]) > check.MASS_TOL * masses.max(axis=1)
@@ -264,6 +269,12 @@ def _slices(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, tol: float) -> Iterator[
         )
     for k, pair in zip(groups, masses, strict=True):
         yield float(times[k[0]]), float(pair.mean()), live[0][k[k < n]], live[1][k[k >= n] - n]
+
+
+def time_groups(times: Array, tol: float) -> list[Index]:
+    """Indices of times that are one (within ``tol`` of the one before), in the order of time."""
+    order = np.argsort(times, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(times[order]) > tol) + 1)
 
 
 def _condition(m: SpaceTimeMeasure, atoms: Index) -> DiscreteMeasure:
@@ -297,6 +308,26 @@ def _penalized(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, p: float, penalty: fl
     A, B = exact_masses(mu.weights, nu.weights)
     flow = solve(ground_cost(joint, p, A, B)[0], A, B)
     return power_mean(joint[flow.rows, flow.cols], flow.mass, p)
+
+
+def check_kind(mu: Any, nu: Any, p: float, names: tuple[str, str] = ("mu", "nu")) -> None:
+    """Refuse two measures, or an order, between which no distance is defined."""
+    (first, second), both = names, (mu, nu)
+    gaussian = [isinstance(m, GaussianMeasure) for m in both]
+    if any(gaussian) and not all(gaussian):
+        raise TypeError(
+            f"{first} and {second} must be of one kind, received a Gaussian and another measure; sample the Gaussian."
+        )
+    if all(gaussian) and p != 2.0:
+        raise ValueError(
+            f"p must be 2 between Gaussian measures, received {p:g}; only W_2 has a closed form, sample them for "
+            "another order."
+        )
+    if len({isinstance(m, SpaceTimeMeasure) for m in both}) > 1:
+        raise TypeError(
+            f"{first} and {second} must be of one kind, received a space-time measure and one without times; give both "
+            "times."
+        )
 
 
 def distance_of(mu: DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure, nu: Any, p: float) -> float:

@@ -1,26 +1,31 @@
-"""Ground distances and costs, always from explicit differences, and the memory that they may take."""
+"""Ground distances, always from explicit differences, costs at a scale where the powers that matter neither vanish nor
+overflow, and the memory that they may take.
+"""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import row_norms
+from otattn._linalg import EPS, Array, row_norms
+from otattn.distances.bottleneck import bottleneck
 from otattn.errors import MemoryBudgetError
 
 __all__ = [
     "ASSIGNMENT_BYTES",
+    "DECADES",
     "MAX_BYTES",
     "SIMPLEX_BYTES",
     "check_budget",
+    "ground_cost",
     "pair_distances",
     "pairwise_distances",
     "power_mean",
     "powers",
     "relative_rounding",
+    "scaled_cost",
 ]
 
 #: Most bytes that an exact solver may allocate (4 GiB); larger problems are refused before anything is
@@ -32,7 +37,6 @@ MAX_BYTES = 4 * 2**30
 ASSIGNMENT_BYTES = 16
 SIMPLEX_BYTES = 64
 
-_EPS = float(np.finfo(np.float64).eps)
 _SAFE = (1e-100, 1e150)  # distances whose squares neither overflow nor vanish
 _BLOCK = 2**21  # coordinates of pairs handled at once
 
@@ -55,7 +59,7 @@ def check_budget(n: int, m: int, bytes_per_pair: int) -> None:
         )
 
 
-def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+def pairwise_distances(x: Array, y: Array) -> Array:
     """``|x_i - y_j|`` for ``x (n, d)`` and ``y (m, d)``, shape ``(n, m)``; relative error at most ``(d + 3)
     eps``.
 
@@ -80,20 +84,20 @@ def pairwise_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArra
     return D
 
 
-def pair_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+def pair_distances(x: Array, y: Array) -> Array:
     """``|x_k - y_k|`` row by row, without over- or underflow of the squares; inf beyond float64."""
     with np.errstate(over="ignore"):
         return row_norms(x - y)
 
 
-def powers(ratio: NDArray[np.float64], p: float) -> NDArray[np.float64]:
+def powers(ratio: Array, p: float) -> Array:
     """``ratio ** p`` without the cost of ``pow`` for the usual orders."""
     if p == 1.0:
         return ratio
     return ratio * ratio if p == 2.0 else np.asarray(ratio**p)
 
 
-def power_mean(distances: NDArray[np.float64], mass: NDArray[np.float64] | None, p: float) -> float:
+def power_mean(distances: Array, mass: Array | None, p: float) -> float:
     """``(sum_k mass_k distances_k^p / sum_k mass_k)^{1/p}`` (the plain mean without ``mass``).
 
     Scaled by the largest distance first, so that p = 200 is fine.
@@ -109,7 +113,33 @@ def power_mean(distances: NDArray[np.float64], mass: NDArray[np.float64] | None,
 def relative_rounding(dim: int, p: float, terms: int) -> float:
     """Relative rounding of a value evaluated on a plan: distances, powers, a sum, and the root."""
     if np.isinf(p):
-        return (dim + 4) * _EPS
+        return (dim + 4) * EPS
     # pairwise and BLAS sums of non-negative terms: the error grows with the logarithm, or a vector width, of
     # the count
-    return (dim + 8 + (8.0 + math.log2(terms + 1.0) + min(terms, 64)) / p) * _EPS
+    return (dim + 8 + (8.0 + math.log2(terms + 1.0) + min(terms, 64)) / p) * EPS
+
+
+CAP = 1e20  # at the scale W_inf an optimal plan costs at most 1: such an entry carries less than rounding
+PLAIN = (1e-35, 1e15)  # distances whose powers stay in float64 without scaling, for p <= 8
+DECADES = 150.0  # powers that span at most this many keep their digits at the scale of the largest
+
+
+def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, float]:
+    """Costs and their scale, for finite ``p``. Capping and underflow only lower a cost, so dual bounds stay
+    valid.
+    """
+    top = float(D.max())
+    least = float(D.min(initial=top, where=D > 0.0))
+    if top == 0.0 or (p <= 8.0 and PLAIN[0] < least and top < PLAIN[1]):
+        return powers(D, p), 1.0
+    # distances so unequal that their powers leave float64: the scale that matters is then W_inf
+    scale = top if p * float(np.log10(top / least)) <= DECADES else bottleneck(D, A, B).value or top
+    return scaled_cost(D, p, scale), scale
+
+
+def scaled_cost(D: Array, p: float, scale: float) -> Array:
+    """``min((D / scale)^p, 1e20)``, or plainly ``D^p`` at scale 1."""
+    if scale == 1.0:
+        return powers(D, p)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.minimum(powers(D / scale, p), CAP)

@@ -7,14 +7,13 @@ Algorithms, chapter 4, and Hida, Li and Bailey (2001).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["DoubleDouble", "add", "matmul", "pivoted_factor", "transpose"]
+from otattn._linalg import Array
 
-Array = NDArray[np.float64]
+__all__ = ["DoubleDouble", "add", "matmul", "pivoted_factor", "transpose", "two_product", "two_sum"]
 
 _SPLITTER = 134217729.0  # 2^27 + 1
 DIGITS = 108  # bits kept of each factor of a product
@@ -26,47 +25,48 @@ class DoubleDouble(NamedTuple):
     high: Array
     low: Array
 
+    def __neg__(self) -> DoubleDouble:
+        return DoubleDouble(-self.high, -self.low)
 
-def _two_sum(a: Array, b: Array) -> DoubleDouble:
-    s = a + b
+    @classmethod
+    def exact(cls, values: Array) -> DoubleDouble:
+        """Floats as they are."""
+        return cls(values, np.zeros_like(values))
+
+
+def two_sum(a: Any, b: Any) -> DoubleDouble:
+    """``a + b`` as a rounded sum and its exact rest (Knuth)."""
+    s = np.asarray(a + b)
     t = s - a
-    return DoubleDouble(s, (a - (s - t)) + (b - t))
+    return DoubleDouble(s, np.asarray((a - (s - t)) + (b - t)))
 
 
-def _split(a: Array) -> tuple[Array, Array]:
-    t = _SPLITTER * a
-    high = t - (t - a)
-    return high, a - high
-
-
-def _two_product(a: Array, b: Array) -> DoubleDouble:
-    p = a * b
-    ah, al = _split(a)
-    bh, bl = _split(b)
-    return DoubleDouble(p, ((ah * bh - p) + ah * bl + al * bh) + al * bl)
+def two_product(a: Any, b: Any) -> DoubleDouble:
+    """``a b`` as a rounded product and its rest, exact unless it underflows (Dekker, Veltkamp)."""
+    p = np.asarray(a * b)
+    ta, tb = _SPLITTER * a, _SPLITTER * b
+    ah, bh = ta - (ta - a), tb - (tb - b)
+    al, bl = a - ah, b - bh
+    return DoubleDouble(p, np.asarray(((ah * bh - p) + ah * bl + al * bh) + al * bl))
 
 
 def add(a: DoubleDouble, b: DoubleDouble) -> DoubleDouble:
     """``a + b``, entry by entry."""
-    s, e = _two_sum(a.high, b.high)
-    return _two_sum(s, e + (a.low + b.low))
+    s, e = two_sum(a.high, b.high)
+    return two_sum(s, e + (a.low + b.low))
 
 
 def multiply(a: DoubleDouble, b: DoubleDouble) -> DoubleDouble:
     """``a * b``, entry by entry, broadcast."""
-    p, e = _two_product(a.high, b.high)
-    return _two_sum(p, e + (a.high * b.low + a.low * b.high))
+    p, e = two_product(a.high, b.high)
+    return two_sum(p, e + (a.high * b.low + a.low * b.high))
 
 
 def divide(a: DoubleDouble, b: DoubleDouble) -> DoubleDouble:
     """``a / b``, entry by entry, broadcast."""
     q = a.high / b.high
-    r = add(a, _negative(multiply(DoubleDouble(q, np.zeros_like(q)), b)))
-    return _two_sum(q, (r.high + r.low) / b.high)
-
-
-def _negative(a: DoubleDouble) -> DoubleDouble:
-    return DoubleDouble(-a.high, -a.low)
+    r = add(a, -multiply(DoubleDouble.exact(q), b))
+    return two_sum(q, (r.high + r.low) / b.high)
 
 
 def transpose(a: DoubleDouble) -> DoubleDouble:
@@ -90,14 +90,14 @@ def matmul(a: DoubleDouble, b: DoubleDouble) -> DoubleDouble:
     total: DoubleDouble | None = None
     for level in range(parts - 1, -1, -1):  # the smallest first
         term = np.concatenate(left[: level + 1], axis=-1) @ np.concatenate(right[level::-1], axis=-2)
-        total = DoubleDouble(term, np.zeros_like(term)) if total is None else _plus(total, term)
+        total = DoubleDouble.exact(term) if total is None else _plus(total, term)
     assert total is not None
     return total
 
 
 def _plus(a: DoubleDouble, b: Array) -> DoubleDouble:
-    s, e = _two_sum(b, a.high)
-    return _two_sum(s, e + a.low)
+    s, e = two_sum(b, a.high)
+    return two_sum(s, e + a.low)
 
 
 def _slices(a: DoubleDouble, axis: int, bits: int, parts: int) -> list[Array]:
@@ -127,8 +127,8 @@ def pivoted_factor(S: Array, tol: float) -> DoubleDouble:
     Columns that are not needed are 0: their number is the defect of the rank.
     """
     count, d, _ = S.shape
-    rest = DoubleDouble(S.copy(), np.zeros_like(S))
-    F = DoubleDouble(np.zeros_like(S), np.zeros_like(S))
+    rest = DoubleDouble.exact(S.copy())
+    F = DoubleDouble.exact(np.zeros_like(S))
     diagonal = np.maximum(np.diagonal(S, axis1=1, axis2=2), 0.0)
     size = np.where(diagonal > 0.0, diagonal, 1.0)
     at = np.arange(count)
@@ -147,7 +147,7 @@ def pivoted_factor(S: Array, tol: float) -> DoubleDouble:
             DoubleDouble(column.high[:, :, None], column.low[:, :, None]),
             DoubleDouble(column.high[:, None, :], column.low[:, None, :]),
         )
-        rest = add(rest, _negative(outer))
+        rest = add(rest, -outer)
         for part in rest:  # the eliminated variable is gone exactly
             part[at[active], pivot[active], :] = 0.0
             part[at[active], :, pivot[active]] = 0.0
@@ -156,6 +156,6 @@ def pivoted_factor(S: Array, tol: float) -> DoubleDouble:
 
 def _sqrt(a: DoubleDouble) -> DoubleDouble:
     s = np.sqrt(a.high)
-    square = _two_product(s, s)
-    r = add(a, _negative(square))
-    return _two_sum(s, (r.high + r.low) / (2.0 * s))
+    square = two_product(s, s)
+    r = add(a, -square)
+    return two_sum(s, (r.high + r.low) / (2.0 * s))

@@ -12,12 +12,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
+from otattn.distances.double_double import two_sum
+
 __all__ = ["c_transform", "feasible_pair", "reduced_costs", "small_potentials", "support_slack"]
 
 _BLOCK = 2**22  # entries handled at once, so that temporaries stay near 32 MB
 
 
-def c_transform(C: NDArray[np.float64], g: NDArray[np.float64]) -> NDArray[np.float64]:
+def c_transform(C: Array, g: Array) -> Array:
     """``f_i = min_j (C_ij - g_j)`` rounded down, so that ``f_i + g_j <= C_ij`` holds exactly for the stored
     floats.
     """
@@ -30,30 +33,26 @@ def c_transform(C: NDArray[np.float64], g: NDArray[np.float64]) -> NDArray[np.fl
     return np.where(f == 0.0, 0.0, np.nextafter(f, -np.inf))
 
 
-def feasible_pair(C: NDArray[np.float64], g: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def feasible_pair(C: Array, g: Array) -> tuple[Array, Array]:
     """Feasible potentials from ``g``: the c-transform of ``g``, then that of the result."""
     f = c_transform(C, g)
     return f, c_transform(C.T, f)
 
 
 def support_slack(
-    C: NDArray[np.float64],
-    f: NDArray[np.float64],
-    g: NDArray[np.float64],
+    C: Array,
+    f: Array,
+    g: Array,
     rows: NDArray[np.intp],
     cols: NDArray[np.intp],
-) -> NDArray[np.float64]:
+) -> Array:
     """``C_ij - f_i - g_j`` on the support, with the sum ``f_i + g_j`` taken without rounding."""
     u, v = f[rows], g[cols]
-    s = u + v
-    t = s - u
-    low = (u - (s - t)) + (v - t)  # s + low is f_i + g_j exactly (Knuth)
+    s, low = two_sum(u, v)
     return np.asarray((C[rows, cols] - s) - low)
 
 
-def reduced_costs(
-    C: NDArray[np.float64], f: NDArray[np.float64], g: NDArray[np.float64], *, cap: float = np.inf
-) -> NDArray[np.float64]:
+def reduced_costs(C: Array, f: Array, g: Array, *, cap: float = np.inf) -> Array:
     """``min(max(C - f - g, 0), cap)``: the same optimal plans as ``C`` (when none of them uses a capped
     entry).
     """
@@ -63,13 +62,13 @@ def reduced_costs(
 
 
 def small_potentials(
-    C: NDArray[np.float64],
+    C: Array,
     rows: NDArray[np.intp],
     cols: NDArray[np.intp],
-    start: NDArray[np.float64] | None = None,
+    start: Array | None = None,
     *,
     max_sweeps: int = 64,
-) -> NDArray[np.float64]:
+) -> Array:
     """Column potentials ``g`` tight on a plan's support, by Bellman-Ford from ``start`` (0 by default).
 
     Shortest paths from zero have the size of the costs that the plan pays, also when the cloud is much

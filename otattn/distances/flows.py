@@ -15,11 +15,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.distances.masses import DUST
+from otattn._linalg import Array
+from otattn.distances.masses import DUST, to_weights
+from otattn.errors import ConvergenceError
 
-__all__ = ["Support", "forest_flow"]
+__all__ = ["Support", "elimination", "forest_flow", "network_simplex"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Support = tuple[Index, Index, Array]
 Step = tuple[int, int, int]
@@ -39,7 +40,7 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
     n = len(A)
     mass = [v * FINE for v in A] + [v * FINE for v in B]
     arcs = list(zip(rows.tolist(), (cols + n).tolist(), strict=True))
-    steps = _elimination(arcs, mass)
+    steps = elimination(arcs, mass)
     if len(steps) != len(arcs):
         return None
     cut = _cut(steps, mass, n)
@@ -55,7 +56,7 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
     )
 
 
-def _elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
+def elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
     """Steps ``(leaf, arc, other end)`` that take the forest apart, light leaves first; a cycle stays."""
     at: list[list[int]] = [[] for _ in mass]
     for k, (u, v) in enumerate(arcs):
@@ -165,3 +166,34 @@ def _serve(arcs: list[tuple[int, int]], flows: list[int], mass: list[int], n: in
             left[u] -= gift
             left[v] -= gift
     return all(abs(rest) * SERVED <= w for rest, w in zip(left, mass, strict=True))
+
+
+MAX_PIVOTS = 2**31 - 1
+
+
+def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Array]:
+    """A plan for the cost ``R`` on its support, ``(rows, cols, mass)``, and potentials of the columns.
+
+    Raises
+    ------
+    ConvergenceError
+        POT stopped early, or its plan does not serve every atom.
+    """
+    import ot  # imported late: POT looks for every array library there is
+
+    scale = float(np.abs(R).max()) or 1.0  # POT compares costs with absolute tolerances
+    plan, log = ot.emd(to_weights(A), to_weights(B), R / scale, numItermax=MAX_PIVOTS, log=True, center_dual=False)
+    if log["warning"] is not None:
+        raise ConvergenceError(
+            f"the network simplex must reach an optimal plan between {len(A)} and {len(B)} atoms, but "
+            f"stopped with: {log['warning']}; merge near-duplicate atoms or compare smaller samples."
+        )
+    v = log["v"] * scale
+    rows, cols = np.nonzero(plan)
+    flow = forest_flow(rows, cols, A, B, lambda k, is_row: R[k] - v if is_row else R[:, k])
+    if flow is None:
+        raise ConvergenceError(
+            f"a transport plan must serve every atom, but the simplex found none between {len(A)} and "
+            f"{len(B)} atoms; drop atoms of negligible weight."
+        )
+    return flow, v

@@ -9,7 +9,8 @@ of *both* weights that it joins is rounding, not transport.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from otattn._linalg import Array
 
 __all__ = ["DUST", "exact_masses", "merge_atoms", "same_measure", "to_weights"]
 
@@ -17,7 +18,7 @@ __all__ = ["DUST", "exact_masses", "merge_atoms", "same_measure", "to_weights"]
 DUST = 2**50
 
 
-def exact_masses(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[list[int], list[int]]:
+def exact_masses(a: Array, b: Array) -> tuple[list[int], list[int]]:
     """Integers proportional to the exact values of two weight vectors, with equal sums."""
     if (a == a[0]).all() and (b == b[0]).all():
         return [len(b)] * len(a), [len(a)] * len(b)
@@ -26,19 +27,19 @@ def exact_masses(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[list[i
     return [v * total_b for v in A], [v * total_a for v in B]
 
 
-def _numerators(w: NDArray[np.float64]) -> list[int]:
+def _numerators(w: Array) -> list[int]:
     ratios = [float(v).as_integer_ratio() for v in w]
     common = max(den for _, den in ratios)  # denominators are powers of two
     return [num * (common // den) for num, den in ratios]
 
 
-def to_weights(masses: list[int]) -> NDArray[np.float64]:
+def to_weights(masses: list[int]) -> Array:
     """The masses over their sum, each correctly rounded."""
     total = sum(masses)
     return np.array([v / total for v in masses])
 
 
-def merge_atoms(points: NDArray[np.float64], masses: list[int]) -> tuple[NDArray[np.float64], list[int]]:
+def merge_atoms(points: Array, masses: list[int]) -> tuple[Array, list[int]]:
     """Distinct points in lexicographic order with the exact sums of their masses; atoms of zero mass are
     dropped.
     """
@@ -54,7 +55,7 @@ def merge_atoms(points: NDArray[np.float64], masses: list[int]) -> tuple[NDArray
     return x[first], merged
 
 
-def same_measure(x: NDArray[np.float64], A: list[int], y: NDArray[np.float64], B: list[int]) -> bool:
+def same_measure(x: Array, A: list[int], y: Array, B: list[int]) -> bool:
     """Equality of two merged measures, the weights up to their rounding."""
     if x.shape != y.shape or not (x == y).all():
         return False

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._linalg import EPS, Array
 from otattn._tabular import Result
 from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import SIMPLEX_BYTES, check_budget, relative_rounding
@@ -26,8 +27,8 @@ from otattn.distances.duality import (
     small_potentials,
     support_slack,
 )
+from otattn.distances.flows import Support, network_simplex
 from otattn.distances.masses import exact_masses, to_weights
-from otattn.distances.simplex import Support, network_simplex
 from otattn.errors import ConvergenceError
 
 __all__ = [
@@ -43,10 +44,8 @@ __all__ = [
     "transport_from_cost",
 ]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
-_EPS = float(np.finfo(np.float64).eps)
 TARGET_GAP = 1e-13
 OPTIMAL_GAP = 1e-9
 FAILED_GAP = 1e-6
@@ -148,7 +147,7 @@ def feasible(C: Array, f: Array, g: Array) -> bool:
         return False
     room = C - f[:, None]
     room -= g
-    rounding = 4 * _EPS * (np.abs(f)[:, None] + np.abs(g) + np.abs(C))
+    rounding = 4 * EPS * (np.abs(f)[:, None] + np.abs(g) + np.abs(C))
     return bool((room >= -rounding).all())
 
 
@@ -220,9 +219,9 @@ class CostTransport(Result):
             return False
         interval = _interval(self.cost, f, g, *support(self.plan))
         return all(
-            abs(old - new) <= 8 * _EPS * interval[3]
+            abs(old - new) <= 8 * EPS * interval[3]
             for old, new in zip((self.value, self.lower, self.upper), interval[:3], strict=True)
-        ) and bool(np.isclose(self.gap, interval[4], rtol=1e-6, atol=4 * _EPS))
+        ) and bool(np.isclose(self.gap, interval[4], rtol=1e-6, atol=4 * EPS))
 
 
 def _interval(

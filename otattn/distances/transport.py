@@ -5,32 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from otattn import _validate as check
+from otattn._linalg import EPS, Array
 from otattn._tabular import Result
 from otattn.distances.bottleneck import bottleneck, witnessed_threshold
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
     check_budget,
+    ground_cost,
     pair_distances,
     pairwise_distances,
     power_mean,
     relative_rounding,
+    scaled_cost,
 )
 from otattn.distances.duality import support_slack
-from otattn.distances.ground import ground_cost, scaled_cost
-from otattn.distances.line import monotone_plan
-from otattn.distances.masses import exact_masses
-from otattn.distances.monotone import (
+from otattn.distances.line import (
     Staircase,
     by_sorting,
     is_monotone,
     line_potentials,
     line_threshold,
+    monotone_plan,
     tight,
 )
+from otattn.distances.masses import exact_masses
 from otattn.distances.plan import (
     extend_potentials,
     feasible,
@@ -45,9 +46,9 @@ from otattn.measures import DiscreteMeasure, MeasureLike
 
 __all__ = ["TransportResult", "transport"]
 
-Array = NDArray[np.float64]
 
-_EPS = float(np.finfo(np.float64).eps)
+Solved = tuple[csr_array, Array, Array, float, tuple[float, float, float]]
+"""Plan, potentials and their scale, and ``(value, lower, upper)``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +121,8 @@ class TransportResult(Result):
         stored = (self.value, self.lower, self.upper)
         return (
             self.lower <= self.value <= self.upper
-            and all(abs(a - b) <= 8 * _EPS * new[0] for a, b in zip(stored, new, strict=True))
-            and abs(self.gap - _relative_gap(*new[1:])) <= 16 * _EPS
+            and all(abs(a - b) <= 8 * EPS * new[0] for a, b in zip(stored, new, strict=True))
+            and abs(self.gap - _relative_gap(*new[1:])) <= 16 * EPS
         )
 
     def __repr__(self) -> str:
@@ -157,7 +158,7 @@ def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportRes
     -----
     On the line, beyond 2^16 pairs of atoms, no pair is looked at that the plan does not use: a plan of monotone support
     is optimal between its marginals for every ``p``, so ``lower`` is its cost less rounding, and the potentials equal the
-    cost along the staircase of sorted atoms, which makes them feasible (and optimal) up to rounding (`monotone`).
+    cost along the staircase of sorted atoms, which makes them feasible (and optimal) up to rounding (`line`).
 
     References
     ----------
@@ -166,8 +167,16 @@ def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportRes
     (2009), Assignment Problems, section 6.2 (bottleneck).
     """
     p, mu, nu = discrete_pair(mu, nu, p)
-    if by_sorting(mu, nu):
-        return _on_the_line(mu, nu, p)
+    solved = _on_the_line if by_sorting(mu, nu) else _on_all_pairs
+    plan, f, g, scale, (value, lower, upper) = solved(mu, nu, p)
+    gap = _relative_gap(lower, upper)
+    return TransportResult(
+        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
+    )
+
+
+def _on_all_pairs(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Solved:
+    """By the simplex, certified on every pair of atoms."""
     check_budget(mu.n, nu.n, SIMPLEX_BYTES)
     rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
     A, B = exact_masses(mu.weights[rows], nu.weights[cols])
@@ -189,14 +198,10 @@ def transport(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> TransportRes
             C = scaled_cost(pairwise_distances(mu.points, nu.points), p, scale)
             f, g = extend_potentials(C, rows, f)
     plan = sparse_plan(rows[i], cols[j], mass, (mu.n, nu.n))
-    value, lower, upper = _interval(mu, nu, p, plan, f, g, C)
-    gap = _relative_gap(lower, upper)
-    return TransportResult(
-        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
-    )
+    return plan, f, g, scale, _interval(mu, nu, p, plan, f, g, C)
 
 
-def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> TransportResult:
+def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Solved:
     """The monotone plan with its potentials; nothing of the size ``n m`` is formed."""
     rows, cols = np.flatnonzero(mu.weights), np.flatnonzero(nu.weights)
     A, B = exact_masses(mu.weights[rows], nu.weights[cols])
@@ -206,13 +211,10 @@ def _on_the_line(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Transpor
     else:
         f, g, scale = line_potentials(mu, nu, p, Staircase.of(mu, nu))
     plan = sparse_plan(rows[i], cols[j], mass, (mu.n, nu.n))
-    value, lower, upper = _line_interval(mu, nu, p, plan)
-    if not np.isfinite(value):
+    ends = _line_interval(mu, nu, p, plan)
+    if not np.isfinite(ends[0]):
         raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
-    gap = _relative_gap(lower, upper)
-    return TransportResult(
-        value, plan, (check.frozen(f), check.frozen(g)), scale, lower, upper, gap, status_of(gap), p, mu, nu
-    )
+    return plan, f, g, scale, ends
 
 
 def _line_interval(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float, plan: csr_array) -> tuple[float, float, float]:
@@ -245,7 +247,7 @@ def _interval(
     if np.isinf(p):
         charged = float(mass @ (f[rows] + g[cols]))
         # a sum of k terms, each of one sum and one product, in whatever order
-        charge_rounding = (len(mass) + 4) * _EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
+        charge_rounding = (len(mass) + 4) * EPS * float(mass @ (np.abs(f[rows]) + np.abs(g[cols])))
         lower = witnessed_threshold(C, f, g) if charged > charge_rounding else 0.0
         lower = min(lower, value)
     else:

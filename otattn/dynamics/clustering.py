@@ -12,12 +12,11 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.trajectory import Trajectory
 
 __all__ = ["ClusterHistory", "Leaders", "Plateau", "token_clusters", "token_leaders"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,18 @@ def token_clusters(trajectory: Trajectory, *, tol: float | None = None) -> Clust
     counts = np.empty(len(trajectory), dtype=np.intp)
     masses = []
     for k, x in enumerate(trajectory.points[:, live]):
-        raw = fcluster(linkage(pdist(x), "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
-        _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+        _, first, inverse = np.unique(linked(x, cut), return_index=True, return_inverse=True)
         order = np.argsort(np.argsort(first))
         own = order[inverse.ravel()]
         labels[k, live] = own
         counts[k] = len(first)
         masses.append(check.frozen(np.asarray(np.bincount(own, weights=w), dtype=np.float64)))
     return ClusterHistory(trajectory.times, labels, counts, tuple(masses), cut)
+
+
+def linked(x: Array, cut: float) -> NDArray[np.intp]:
+    """The single-linkage cluster of each point, numbers in no order."""
+    return fcluster(linkage(pdist(x), "single"), cut, "distance") if len(x) > 1 else np.ones(1, dtype=np.intp)
 
 
 @dataclass(frozen=True, eq=False)

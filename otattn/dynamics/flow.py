@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
-from otattn.attention.base import Measure
+from otattn._linalg import Array
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at, linear_growth
 from otattn.errors import ConvergenceError
@@ -19,7 +19,6 @@ from otattn.measures import MeasureLike
 
 __all__ = ["check_span", "check_times", "flow"]
 
-Array = NDArray[np.float64]
 Event = Callable[[float, Array], float]
 Method = Literal["DOP853", "RK45", "RK23", "Radau", "BDF"]
 METHODS = ("DOP853", "RK45", "RK23", "Radau", "BDF")
@@ -154,8 +153,21 @@ def flow(
         v0 = velocity(start, y0.reshape(guard.shape))
     except OverflowError as exc:
         # the first velocity exceeds the largest float: whatever happens, happens before the next representable time
-        guard.reason = str(exc)
-        return _immediate(velocity, measure, wanted, (start, stop), method, (rtol, atol), guard)
+        kept = int(wanted is None or wanted[0] == start)
+        return Trajectory.along(
+            velocity,
+            np.array([start])[:kept],
+            measure.points[None][:kept],
+            np.empty(0) if wanted is None else wanted[wanted > start],
+            status="blow_up",
+            blow_up_time=start,
+            end=start,
+            t_span=(start, stop),
+            solver=method,
+            tolerance=(rtol, atol),
+            evaluations=1,
+            message=f"the first velocity is beyond float64: {exc}",
+        )
     user = [] if events is None else list(events) if isinstance(events, Sequence) else [events]
     watch = not linear_growth(attention) and normalization is None
     scale = float(np.abs(y0).max()) or float(np.abs(v0).max()) * duration or 1.0
@@ -189,22 +201,19 @@ def flow(
     kept = len(user)
     event_times = tuple(np.asarray(t) + start for t in (solution.t_events or [])[:kept])
     event_states = tuple(np.reshape(y, (-1, *guard.shape)) for y in (solution.y_events or [])[:kept])
-    return Trajectory(
-        times=check.frozen(times),
-        points=check.frozen(velocity.retract(states)),
-        weights=measure.weights,
-        token_times=getattr(measure, "times", None),
+    return Trajectory.along(
+        velocity,
+        times,
+        velocity.retract(states),
+        np.empty(0) if wanted is None else wanted[count:],
         status=status,
         blow_up_time=blow_up,
         end=min(start + float(steps[-1]), stop),
-        missed=check.frozen(np.empty(0) if wanted is None else wanted[count:]),
-        normalization=normalization,
         t_span=(start, stop),
         solver=method,
         tolerance=(float(rtol), float(atol)),
         evaluations=guard.count,
         message=message,
-        velocity=velocity,
         event_times=event_times,
         event_points=event_states,
         steps=check.frozen(steps) if dense else None,
@@ -285,34 +294,3 @@ def _outcome(
 
 def _failure(solution: Any, guard: _Guard) -> tuple[FlowStatus, float, str]:
     return "overflow" if guard.overflow else "failed", math.inf, f"{solution.message} {guard.reason}".strip()
-
-
-def _immediate(
-    velocity: Velocity,
-    measure: Measure,
-    wanted: Array | None,
-    span: tuple[float, float],
-    method: str,
-    tolerance: tuple[float, float],
-    guard: _Guard,
-) -> Trajectory:
-    """The flow whose first velocity is not representable: nothing but the initial tokens."""
-    times = np.array([span[0]])
-    kept = wanted is None or bool(wanted[0] == span[0])
-    return Trajectory(
-        times=check.frozen(times if kept else np.empty(0)),
-        points=check.frozen(measure.points[None] if kept else np.empty((0, *measure.points.shape))),
-        weights=measure.weights,
-        token_times=getattr(measure, "times", None),
-        status="blow_up",
-        blow_up_time=span[0],
-        end=span[0],
-        missed=check.frozen(np.empty(0) if wanted is None else wanted[wanted > span[0]]),
-        normalization=velocity.normalization,
-        t_span=span,
-        solver=method,
-        tolerance=tolerance,
-        evaluations=1,
-        message=f"the first velocity is beyond float64: {guard.reason}",
-        velocity=velocity,
-    )

@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import spectral_norm_upper
+from otattn._linalg import Array, spectral_norm_upper
 from otattn._tabular import Result
-from otattn.attention import (
-    AttentionMap,
-)
-from otattn.distances.conditional import distance_of
+from otattn.attention import AttentionMap
+from otattn.distances.conditional import check_kind, distance_of
 from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
 from otattn.dynamics.trajectory import Trajectory
@@ -39,8 +37,6 @@ from otattn.lipschitz.theorem import THEOREMS
 from otattn.measures import AnyMeasure, GaussianMeasure, SpaceTimeMeasure
 
 __all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
-
-Array = NDArray[np.float64]
 
 SUBSTEPS = 8
 """Parts of each reported interval in the upper sums of the Gronwall integral."""
@@ -179,33 +175,23 @@ def flow_stability(
     if times[0] > span[0]:
         times = np.insert(times, 0, span[0])
     layer = layer_at(attention, span[0])
-    gaussian = isinstance(mu0, GaussianMeasure), isinstance(nu0, GaussianMeasure)
-    if any(gaussian) and not all(gaussian):
-        raise TypeError(
-            "mu0 and nu0 must be of one kind, received a Gaussian and another measure; sample the Gaussian."
-        )
-    first: Any
-    second: Any
-    first, second = (mu0, nu0) if all(gaussian) else (layer.as_measure(mu0), layer.as_measure(nu0))
-    if isinstance(first, SpaceTimeMeasure) != isinstance(second, SpaceTimeMeasure):
-        raise TypeError("mu0 and nu0 must be of one kind, received measures with and without times; give both times.")
-    if all(gaussian) and order != 2.0:
-        raise ValueError(f"p must be 2 between Gaussian measures, received {p:g}; sample them for another order.")
+    pair: list[Any] = [m if isinstance(m, GaussianMeasure) else layer.as_measure(m) for m in (mu0, nu0)]
+    first, second = pair
+    check_kind(first, second, order, ("mu0", "nu0"))
+    gaussian = isinstance(first, GaussianMeasure)
     if distance_of(first, second, order) == 0.0:
         raise ValueError("mu0 and nu0 must be different, received two equal measures: the ratio is 0/0; perturb one.")
     flows: Any
-    if all(gaussian):
-        flows = tuple(gaussian_flow(attention, g, t_span=span, t_eval=times) for g in (first, second))
+    if gaussian:
+        flows = tuple(gaussian_flow(attention, g, t_span=span, t_eval=times) for g in pair)
     else:
-        flows = tuple(
-            flow(attention, m, t_span=span, t_eval=times, rtol=rtol, atol=atol, dense=False) for m in (first, second)
-        )
+        flows = tuple(flow(attention, m, t_span=span, t_eval=times, rtol=rtol, atol=atol, dense=False) for m in pair)
     ended = min(flows, key=lambda f: len(f.times))
     times = times[: len(ended.times)]
     distances = np.array([distance_of(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])
     radii, caps, n = None, None, None
     found: dict[str, Array] = {}
-    if not all(gaussian):
+    if not gaussian:
         radii = np.maximum(*(f.radii()[: len(times)] for f in flows))
         n = _equal_atoms(first, second)
         if isinstance(attention, AttentionMap) and bounds:

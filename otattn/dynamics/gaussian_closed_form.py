@@ -16,9 +16,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from otattn._linalg import psd_sqrt, symmetrize
+from otattn._linalg import Array, psd_sqrt, symmetrize
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.dynamics.gaussian_fields import field_of
@@ -26,8 +25,6 @@ from otattn.dynamics.velocity import Field
 from otattn.measures import GaussianMeasure
 
 __all__ = ["CovarianceClosedForm", "covariance_closed_form"]
-
-Array = NDArray[np.float64]
 
 COMMUTE_TOL = 1e-12
 """Relative size of commutators that count as zero."""

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import singledispatch
 
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention import (
     AttentionMap,
     L2Attention,
@@ -37,7 +39,6 @@ from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianField", "L2Field", "SoftmaxField", "field_of", "gaussian_field"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Rates = tuple[Array, Array]
 
@@ -48,8 +49,10 @@ FADE = 1e-10
 class GaussianField(ABC):
     """The velocity of a stack of Gaussians."""
 
-    autonomous_covariance: bool = True
-    """True when the covariance does not feel the mean."""
+    @property
+    def autonomous_covariance(self) -> bool:
+        """True when the covariance does not feel the mean."""
+        return True
 
     @abstractmethod
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
@@ -57,15 +60,12 @@ class GaussianField(ABC):
 
     def take(self, index: Index) -> GaussianField:
         """The field of some members of the stack."""
-        return self
+        stacked = {k: part[index] for k, part in vars(self).items() if isinstance(part, np.ndarray) and part.ndim == 3}
+        return replace(self, **stacked) if stacked else self  # type: ignore[type-var]
 
     def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
         """Pairs ``(V, A)`` with ``G = sum V Sigma A`` (for a mean that is zero, if ``centred``), None where there are none."""
         return None
-
-
-def _part(P: Array, index: Index) -> Array:
-    return P if P.ndim == 2 else P[index]
 
 
 def _apply(P: Array, x: Array) -> Array:
@@ -77,14 +77,14 @@ def _transpose(P: Array) -> Array:
     return np.swapaxes(P, -1, -2)
 
 
+@dataclass(frozen=True, eq=False)
 class SoftmaxField(GaussianField):
     """Softmax attention with logits ``<A x + c, y>``."""
 
-    def __init__(self, A: Array, V: Array, bias: Array | None = None, value_bias: Array | None = None) -> None:
-        self.A, self.V, self.bias, self.value_bias = A, V, bias, value_bias
-
-    def take(self, index: Index) -> SoftmaxField:
-        return SoftmaxField(_part(self.A, index), _part(self.V, index), self.bias, self.value_bias)
+    A: Array
+    V: Array
+    bias: Array | None = None
+    value_bias: Array | None = None
 
     def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
         return [(self.V, self.A)]
@@ -100,13 +100,16 @@ class SoftmaxField(GaussianField):
         return moved, mean if self.value_bias is None else mean + self.value_bias
 
 
+@dataclass(frozen=True, eq=False)
 class LinearField(GaussianField):
     """Linear attention, ``h(s) = s``."""
 
-    autonomous_covariance = False
+    A: Array
+    V: Array
 
-    def __init__(self, A: Array, V: Array) -> None:
-        self.A, self.V = A, V
+    @property
+    def autonomous_covariance(self) -> bool:
+        return False
 
     def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
         return [(self.V, self.A)] if centred else None
@@ -120,14 +123,13 @@ class LinearField(GaussianField):
         return self.V @ inner, _apply(self.V, mean)
 
 
+@dataclass(frozen=True, eq=False)
 class L2Field(GaussianField):
     """L2 attention with factors Q, K of shape (k, d)."""
 
-    def __init__(self, Q: Array, K: Array, V: Array) -> None:
-        self.Q, self.K, self.V = Q, K, V
-
-    def take(self, index: Index) -> L2Field:
-        return L2Field(_part(self.Q, index), _part(self.K, index), _part(self.V, index))
+    Q: Array
+    K: Array
+    V: Array
 
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         U, c, Wt = np.linalg.svd(self.K @ M, full_matrices=False)
@@ -142,11 +144,12 @@ class L2Field(GaussianField):
         return moved, mean
 
 
+@dataclass(frozen=True, eq=False)
 class SinkhornField(GaussianField):
     """Sinkhorn attention."""
 
-    def __init__(self, A: Array, V: Array) -> None:
-        self.A, self.V = A, V
+    A: Array
+    V: Array
 
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         U, b, Wt = np.linalg.svd(_transpose(M) @ (self.A @ M))
@@ -158,12 +161,17 @@ class SinkhornField(GaussianField):
         return self.V @ ((M @ U * weight[:, None, :]) @ Wt), _apply(self.V, alpha)
 
 
+@dataclass(frozen=True, eq=False)
 class SumField(GaussianField):
     """Several heads with output matrices."""
 
-    def __init__(self, parts: Sequence[GaussianField], outputs: Sequence[Array] | None, bias: Array | None) -> None:
-        self.parts, self.outputs, self.bias = list(parts), outputs, bias
-        self.autonomous_covariance = all(p.autonomous_covariance for p in parts)
+    parts: Sequence[GaussianField]
+    outputs: Sequence[Array] | None
+    bias: Array | None
+
+    @property
+    def autonomous_covariance(self) -> bool:
+        return all(p.autonomous_covariance for p in self.parts)
 
     def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
         out: list[tuple[Array, Array]] = []
@@ -184,25 +192,31 @@ class SumField(GaussianField):
         return np.asarray(moved), np.asarray(mean if self.bias is None else mean + self.bias)
 
 
+@dataclass(frozen=True, eq=False)
 class ScaledField(GaussianField):
     """A residual layer, which moves by ``scale`` times its map."""
 
-    def __init__(self, inner: GaussianField, scale: float) -> None:
-        self.inner, self.scale = inner, scale
-        self.autonomous_covariance = inner.autonomous_covariance
+    inner: GaussianField
+    scale: float
+
+    @property
+    def autonomous_covariance(self) -> bool:
+        return self.inner.autonomous_covariance
 
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         dM, da = self.inner.rates(M, s, alpha, t)
         return self.scale * dM, self.scale * da
 
 
+@dataclass(frozen=True, eq=False)
 class AffineField(GaussianField):
     """Any map with a ``gaussian_affine``, one Gaussian after the other; also parameters that depend on time."""
 
-    autonomous_covariance = False
+    layer: Callable[[float], AttentionMap]
 
-    def __init__(self, layer: Callable[[float], AttentionMap]) -> None:
-        self.layer = layer
+    @property
+    def autonomous_covariance(self) -> bool:
+        return False
 
     def rates(self, M: Array, s: Array, alpha: Array, t: Array) -> Rates:
         moved, mean = np.empty_like(M), np.empty_like(alpha)

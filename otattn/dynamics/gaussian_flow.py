@@ -6,24 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import symmetrize
+from otattn._linalg import Array, symmetrize
 from otattn.attention import AttentionMap
 from otattn.dynamics.flow import check_span, check_times
 from otattn.dynamics.gaussian_closed_form import covariance_closed_form
 from otattn.dynamics.gaussian_fields import gaussian_field
-from otattn.dynamics.gaussian_integrator import GaussianRun, integrate
+from otattn.dynamics.gaussian_integrator import GaussianRun, integrate, split_states
 from otattn.dynamics.gaussian_limit import scaled_factor
 from otattn.dynamics.gaussian_trajectory import GaussianFlowBatch, GaussianTrajectory
-from otattn.dynamics.velocity import Field, layer_at
+from otattn.dynamics.velocity import Field, check_values, layer_at
 from otattn.measures import GaussianMeasure
 from otattn.measures.gaussian import check_covariance
 
 __all__ = ["gaussian_flow", "gaussian_flow_batch"]
-
-Array = NDArray[np.float64]
 
 MAX_STEPS = 20_000
 
@@ -160,11 +158,7 @@ def _flows(
     rtol, atol = check.positive(tolerance[0], "rtol"), check.positive(tolerance[1], "atol")
     layer = layer_at(attention, span[0])
     layer._check_dim(gaussians[0].dim)
-    if layer.out_dim not in (None, gaussians[0].dim):
-        raise ValueError(
-            f"attention must have values in the space of the tokens, received {gaussians[0].dim} -> {layer.out_dim}; "
-            "add an output matrix with MultiHeadAttention([head], [W])."
-        )
+    check_values(layer, gaussians[0].dim)
     layer.gaussian_affine(gaussians[0])  # raises where Gaussians do not stay Gaussian
     M, s = scaled_factor(np.stack([g.cov for g in gaussians]))
     alpha = np.stack([g.mean for g in gaussians])
@@ -196,12 +190,12 @@ def _trajectory(
     tolerance: tuple[float, float],
 ) -> GaussianTrajectory:
     d = gaussian.dim
-    count = len(run.times[b])
-    F = np.reshape(run.factors[b], (count, d, d))
+    count = len(run.rows[b])
+    F, s, means, local = split_states(np.reshape(run.rows[b], (count, -1)) if count else run.last[:0], d)
     size = (F**2).sum(axis=(1, 2))
     live = size > 0
     with np.errstate(divide="ignore"):
-        traces = np.where(live, 2.0 * np.asarray(run.scales[b]) + np.log(np.where(live, size, 1.0)), -np.inf)
+        traces = np.where(live, 2.0 * s + np.log(np.where(live, size, 1.0)), -np.inf)
     shapes = symmetrize(F @ np.swapaxes(F, 1, 2) / np.where(live, size, 1.0)[:, None, None])
     status: Any = run.status[b]
     form = covariance_closed_form(attention, gaussian)
@@ -209,11 +203,11 @@ def _trajectory(
     if form is not None:
         exact = span[0] + form.blow_up_time
         blow_up = exact if status == "blow_up" else blow_up
-    end = span[1] if status == "success" else span[0] + float(run.final[3][b])
-    times = span[0] + np.asarray(run.times[b]) if wanted is None else wanted[:count]
+    end = span[1] if status == "success" else span[0] + float(run.last[b, -1])
+    times = span[0] + local if wanted is None else wanted[:count]
     return GaussianTrajectory(
         times=check.frozen(np.minimum(times, span[1])),
-        means=check.frozen(np.reshape(run.means[b], (count, d))),
+        means=check.frozen(means),
         shapes=check.frozen(shapes),
         log_traces=check.frozen(traces),
         blow_up_time=blow_up,

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import DOP853, LSODA
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField
 
 __all__ = ["BLOW_UP_GROWTH", "GaussianRun", "GaussianSystem", "integrate"]
-
-Array = NDArray[np.float64]
 
 BLOW_UP_GROWTH = 1e10
 """Growth rate times elapsed time at which a flow has blown up."""
@@ -47,26 +46,24 @@ class GaussianRun:
 
     Attributes
     ----------
-    times : list of B arrays
-        Local times that were reached.
-    factors, scales, means : lists of B arrays
-        ``M``, ``s`` and ``alpha`` at those times.
+    rows : list of B lists of states
+        ``(M, s, alpha, t)``, flat, at the local times t that were reached.
     status : list of B strings
         "success", "blow_up", "overflow" or "failed".
     blow_up_times : ndarray (B,)
-    final : tuple of arrays
-        ``M, s, alpha, t`` where each member stopped.
+    last : ndarray (B, d d + d + 2)
+        The states in which the members stopped.
     """
 
-    times: list[list[float]]
-    factors: list[list[Array]]
-    scales: list[list[float]]
-    means: list[list[Array]]
+    rows: list[list[Array]]
     status: list[str]
     blow_up_times: Array
-    final: tuple[Array, Array, Array, Array]
-    evaluations: int = 0
-    steps: int = field(default=0)
+    last: Array
+
+
+def split_states(Y: Array, d: int) -> tuple[Array, Array, Array, Array]:
+    """``M, s, alpha, t`` of a stack of flat states."""
+    return Y[:, : d * d].reshape(-1, d, d), Y[:, d * d], Y[:, d * d + 1 : -1], Y[:, -1]
 
 
 class GaussianSystem:
@@ -75,17 +72,13 @@ class GaussianSystem:
     def __init__(self, gaussians: GaussianField, alpha0: Array, start: float, d: int, unit: Array, logs: bool) -> None:
         self.gaussians, self.start, self.d, self.unit, self.logs = gaussians, start, d, unit, logs
         self.anchor = (alpha0**2).sum(axis=1)
-        self.count = 0
 
     def split(self, y: Array) -> tuple[Array, Array, Array, Array]:
-        Y = y.reshape(len(self.anchor), -1)
-        d = self.d
-        return Y[:, : d * d].reshape(-1, d, d), Y[:, d * d], Y[:, d * d + 1 : -1], Y[:, -1]
+        return split_states(y.reshape(len(self.anchor), -1), self.d)
 
     def rates(self, y: Array) -> tuple[Array, Array, Array, Array]:
         """``G M``, ``ds/dt``, ``alpha'`` and the clock rate rho."""
         M, s, alpha, t = self.split(y)
-        self.count += 1
         # the last step may reach beyond the end, where the caller's parameters need not exist
         GM, da = self.gaussians.rates(M, s, alpha, self.start + (t if self.logs else np.minimum(t, self.unit)))
         size = (M**2).sum(axis=(1, 2))
@@ -131,28 +124,20 @@ def integrate(
     max_steps: int,
 ) -> GaussianRun:
     """Integrate a stack of Gaussians over ``duration`` (local times from 0); see the module's docstring."""
-    B, d = alpha.shape
-    t = np.zeros(B)
-    run = GaussianRun(
-        [[] for _ in range(B)],
-        [[] for _ in range(B)],
-        [[] for _ in range(B)],
-        [[] for _ in range(B)],
-        ["failed"] * B,
-        np.full(B, math.inf),
-        (M.copy(), s.copy(), alpha.copy(), t.copy()),
-    )
-    y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, t[:, None]], axis=1)
-    _keep(run, np.arange(B), np.zeros(B), y, d, t_eval)
+    B = len(alpha)
+    y = np.concatenate([M.reshape(B, -1), s[:, None], alpha, np.zeros((B, 1))], axis=1)
+    run = GaussianRun([[] for _ in range(B)], ["failed"] * B, np.full(B, math.inf), y)
+    if t_eval is None or t_eval[0] == 0.0:
+        _keep(run, np.arange(B), y[:, -1], y)
     task = _Task(gaussians, alpha, start, duration, t_eval, rtol, atol)
     explicit = EXPLICIT_STEPS + B
-    left = _march(run, y, np.arange(B), task, DOP853, min(explicit, max_steps))
+    left = _march(run, np.arange(B), task, DOP853, min(explicit, max_steps))
     if left.size and max_steps > explicit:
         # stiff members go on alone, with a solver for them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # LSODA's own remarks: its status says the same
             for b in left:
-                _march(run, y, np.array([b]), task, LSODA, max_steps - explicit)
+                _march(run, np.array([b]), task, LSODA, max_steps - explicit)
     return run
 
 
@@ -169,11 +154,9 @@ class _Task:
     atol: float
 
 
-def _march(
-    run: GaussianRun, y: Array, active: NDArray[np.intp], task: _Task, method: Any, max_steps: int
-) -> NDArray[np.intp]:
+def _march(run: GaussianRun, active: NDArray[np.intp], task: _Task, method: Any, max_steps: int) -> NDArray[np.intp]:
     """Move members until they are done or ``max_steps`` are taken; returns those that are not."""
-    d = task.alpha0.shape[1]
+    y, d = run.last, task.alpha0.shape[1]
     # the solver's error norm is a mean over the stack: a single member must meet the tolerance alone
     share = math.sqrt(active.size)
     solver: Any = None
@@ -195,10 +178,7 @@ def _march(
         before = y[active, -1]
         with np.errstate(over="ignore", invalid="ignore"):
             solver.step()
-        run.evaluations += system.count
-        system.count = 0
         taken += 1
-        run.steps += 1
         if solver.status == "failed" or not np.isfinite(solver.y).all():
             break
         Y = solver.y.reshape(active.size, -1)
@@ -211,41 +191,24 @@ def _march(
         lost = ~arrived & ~grown & (np.abs(Y[:, d * d + 1 : -1]).max(axis=1) > MAX_MEAN)
         done = arrived | grown | lost
         if task.t_eval is not None or arrived.any():
-            _between(run, solver, active, before, np.minimum(now, task.duration), arrived, d, task.t_eval)
+            _between(run, solver, active, before, np.minimum(now, task.duration), arrived, task.t_eval)
         if task.t_eval is None:
-            _keep(run, active[~arrived], now[~arrived], Y[~arrived], d, None)
+            _keep(run, active[~arrived], now[~arrived], Y[~arrived])
         if done.any():
             for k in np.flatnonzero(done):
                 b = int(active[k])
                 run.status[b] = "success" if arrived[k] else "blow_up" if grown[k] else "overflow"
                 if grown[k]:
                     run.blow_up_times[b] = now[k] + 0.5 / growth[k]
-            _store(run, active[done], Y[done], d)
             tau, first = float(solver.t), float(solver.step_size)
             active, solver = active[~done], None
-    _store(run, active, y[active], d)
     return active
 
 
-def _store(run: GaussianRun, members: NDArray[np.intp], Y: Array, d: int) -> None:
-    M, s, alpha, t = run.final
-    M[members], s[members] = Y[:, : d * d].reshape(-1, d, d), Y[:, d * d]
-    alpha[members], t[members] = Y[:, d * d + 1 : -1], Y[:, -1]
-
-
-def _keep(run: GaussianRun, members: NDArray[np.intp], times: Array, Y: Array, d: int, t_eval: Array | None) -> None:
-    """Append states; with ``t_eval`` only the initial ones, when they are asked for."""
-    if t_eval is not None and t_eval[0] != 0.0:
-        return
+def _keep(run: GaussianRun, members: NDArray[np.intp], times: Array, Y: Array) -> None:
+    """Append states, with their times."""
     for b, time, row in zip(members, times, Y, strict=True):
-        _append(run, int(b), float(time), row, d)
-
-
-def _append(run: GaussianRun, b: int, time: float, row: Array, d: int) -> None:
-    run.times[b].append(time)
-    run.factors[b].append(row[: d * d].reshape(d, d).copy())
-    run.scales[b].append(float(row[d * d]))
-    run.means[b].append(row[d * d + 1 : -1].copy())
+        run.rows[int(b)].append(np.append(row[:-1], time))
 
 
 def _between(
@@ -255,7 +218,6 @@ def _between(
     before: Array,
     now: Array,
     arrived: NDArray[np.bool_],
-    d: int,
     t_eval: Array | None,
 ) -> None:
     """States at the wanted times inside the last step: ``t(tau)`` is inverted on the solver's interpolant."""
@@ -275,8 +237,7 @@ def _between(
         middle = 0.5 * (low + high)
         left = _at(values[:, -1:], middle)[:, 0] < targets
         low, high = np.where(left, middle, low), np.where(left, high, middle)
-    for k, time, row in zip(members, targets, _at(values, 0.5 * (low + high)), strict=True):
-        _append(run, int(active[k]), float(time), row, d)
+    _keep(run, active[members], targets, _at(values, 0.5 * (low + high)))
 
 
 def _at(values: Array, x: Array) -> Array:

@@ -8,7 +8,7 @@ last trends ``d log lambda / d log t``. Decay is algebraic in many cases, and ma
 For ``V = I`` and symmetric A a limit has ``Sigma A Sigma = 0``: the form of A vanishes on its range, whose dimension is
 therefore at most ``dim ker A + min(#positive, #negative eigenvalues)``, at most ``ceil(d/2)`` for invertible A. For
 negative semi-definite A and V with eigenvalues of positive real part the rank is known
-(:mod:`otattn.dynamics.limit_algebra`): a flow that disagrees with it is never called settled.
+(:mod:`otattn.dynamics.low_rank_flow`): a flow that disagrees with it is never called settled.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import symmetrize
+from otattn._linalg import Array, symmetrize
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
 from otattn.dynamics.gaussian_fields import GaussianField, gaussian_field
-from otattn.dynamics.gaussian_relaxation import DROWNED, LEFT_BEHIND, Relaxation, Relaxed, directions
+from otattn.dynamics.gaussian_integrator import split_states
+from otattn.dynamics.gaussian_relaxation import DROWNED, LEFT_BEHIND, Relaxation, directions
 from otattn.dynamics.gaussian_settling import Followed, follow, follow_alone
-from otattn.dynamics.limit_algebra import ranks_by_algebra
-from otattn.dynamics.low_rank_flow import low_rank_flow
+from otattn.dynamics.low_rank_flow import low_rank_flow, ranks_by_algebra
 from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianLimit", "LimitStatus", "gaussian_limit", "gaussian_limits", "isotropic_dimension", "scaled_factor"]
 
-Array = NDArray[np.float64]
 Kind = Literal["zero", "finite", "divergent", "blow_up"]
 LimitStatus = Literal["closed_form", "followed", "rank_only", "unsettled"]
 
@@ -157,11 +156,11 @@ def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, 
             some = iter(gaussian_limits(gaussians.take(index), M[index], s[index], alpha[index], tol=tol))
         return [next(some) if a else _dirac(alpha.shape[1], tol) for a in alive]
     work = Relaxation(gaussians, M, s, alpha)
-    run, left = work.found, np.zeros(len(M), dtype=bool)
+    left = np.zeros(len(M), dtype=bool)
     left[work.left] = True
-    open_ = np.isinf(run.blow_up_times)
+    open_ = np.isinf(work.blow_up_times)
     if not left.all():
-        first = _guesses(gaussians, run, tol)
+        first = _guesses(work, tol)
         # growth is not for the other look, which waits for rest
         open_ &= np.array([left[b] or l.kind != "divergent" for b, l in enumerate(first)])
     index = np.flatnonzero(open_)
@@ -171,7 +170,7 @@ def gaussian_limits(gaussians: GaussianField, M: Array, s: Array, alpha: Array, 
         found = _follow(gaussians.take(index), M[index], s[index], alpha[index])
         limits = {int(b): _seen(found, k, known[k], tol) for k, b in enumerate(index) if found.settled[k]}
     work.finish(np.array([b for b in work.left if int(b) not in limits], dtype=np.intp))
-    rest = _guesses(gaussians, run, tol)
+    rest = _guesses(work, tol)
     for k, b in enumerate(index):
         if int(b) not in limits:
             limits[int(b)] = _with_rank(rest[b], known[k])
@@ -192,16 +191,10 @@ def _seen(found: Followed, k: int, known: int | None, tol: float) -> GaussianLim
     kept = found.stays[k] & (lam > tol * lam[0])
     U = found.vectors[k][:, kept]
     rank = int(kept.sum())
-    return GaussianLimit(
-        kind="finite" if rank else "zero",
-        covariance=check.frozen(symmetrize((U * lam[kept]) @ U.T)),
-        rank=rank,
-        blow_up_time=math.inf,
-        eigenvalues=check.frozen((lam / max(float(lam[0]), 1e-300))[::-1]),
-        trends=check.frozen(found.trends[k][::-1]),
-        time=float(found.times[k]),
-        status="followed" if known in (None, rank) else "unsettled",
-        tol=tol,
+    status: LimitStatus = "followed" if known in (None, rank) else "unsettled"
+    S, time = symmetrize((U * lam[kept]) @ U.T), float(found.times[k])
+    return _verdict(
+        "finite" if rank else "zero", S, rank, math.inf, lam[::-1], found.trends[k][::-1], time, status, tol
     )
 
 
@@ -213,11 +206,11 @@ def _with_rank(guess: GaussianLimit, known: int | None) -> GaussianLimit:
     return guess if settled else replace(guess, status="unsettled")
 
 
-def _guesses(gaussians: GaussianField, run: Relaxed, tol: float) -> list[GaussianLimit]:
+def _guesses(run: Relaxation, tol: float) -> list[GaussianLimit]:
     """Verdicts from the last state and its trends."""
-    F, scale, t = run.M, run.s, run.t
+    F, scale, alpha, t = split_states(run.y, run.d)
     with np.errstate(over="ignore", invalid="ignore"):
-        rates = gaussians.rates(F, scale, run.alpha, t)[0]
+        rates = run.gaussians.rates(F, scale, alpha, t)[0]
     shape = F @ np.swapaxes(F, 1, 2)
     lam, trends, total = directions(F, rates, t)
     vectors = np.linalg.eigh(shape)[1]
@@ -230,8 +223,7 @@ def _guesses(gaussians: GaussianField, run: Relaxed, tol: float) -> list[Gaussia
 
 
 def _dirac(d: int, tol: float) -> GaussianLimit:
-    none = check.frozen(np.zeros(d))
-    return GaussianLimit("zero", check.frozen(np.zeros((d, d))), 0, math.inf, none, none, math.inf, "closed_form", tol)
+    return _verdict("zero", np.zeros((d, d)), 0, math.inf, np.zeros(d), np.zeros(d), math.inf, "closed_form", tol)
 
 
 def _limit(
@@ -272,17 +264,8 @@ def _limit(
         part = math.exp(2.0 * scale) * part
     elif kept.any():
         part = part / np.trace(part)
-    return GaussianLimit(
-        kind=kind,
-        covariance=check.frozen(part),
-        rank=int(kept.sum()),
-        blow_up_time=blow_up,
-        eigenvalues=check.frozen(lam / max(float(lam[-1]), 1e-300)),
-        trends=check.frozen(trends),
-        time=t,
-        status="followed" if settled else "unsettled",
-        tol=tol,
-    )
+    status: LimitStatus = "followed" if settled else "unsettled"
+    return _verdict(kind, part, int(kept.sum()), blow_up, lam, trends, t, status, tol)
 
 
 def _exact(form: CovarianceClosedForm, tol: float) -> GaussianLimit:
@@ -292,17 +275,25 @@ def _exact(form: CovarianceClosedForm, tol: float) -> GaussianLimit:
     # a limit of rank zero comes out as rounding of the start
     start = float((form.root**2).sum())
     rank = 0 if lam[-1] <= 1e-13 * start and blow_up == math.inf else int((lam > tol * lam[-1]).sum())
-    return GaussianLimit(
-        kind="blow_up" if blow_up < math.inf else "finite" if rank else "zero",
-        covariance=check.frozen(S if rank else np.zeros_like(S)),
-        rank=rank,
-        blow_up_time=blow_up,
-        eigenvalues=check.frozen(lam / max(float(lam[-1]), 1e-300)),
-        trends=check.frozen(np.zeros_like(lam)),
-        time=math.inf,
-        status="closed_form",
-        tol=tol,
-    )
+    kind: Kind = "blow_up" if blow_up < math.inf else "finite" if rank else "zero"
+    S, still = S if rank else np.zeros_like(S), np.zeros_like(lam)
+    return _verdict(kind, S, rank, blow_up, lam, still, math.inf, "closed_form", tol)
+
+
+def _verdict(
+    kind: Kind,
+    S: Array,
+    rank: int,
+    blow_up: float,
+    lam: Array,
+    trends: Array,
+    time: float,
+    status: LimitStatus,
+    tol: float,
+) -> GaussianLimit:
+    """The limit of eigenvalues ``lam``, ascending."""
+    relative = check.frozen(lam / max(float(lam[-1]), 1e-300))
+    return GaussianLimit(kind, check.frozen(S), rank, blow_up, relative, check.frozen(trends), time, status, tol)
 
 
 def scaled_factor(covs: Array) -> tuple[Array, Array]:

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import LSODA, RK45
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_fields import GaussianField
 from otattn.dynamics.gaussian_integrator import BLOW_UP_GROWTH, GaussianSystem
 
-__all__ = ["DROWNED", "LEFT_BEHIND", "Relaxation", "Relaxed", "directions"]
-
-Array = NDArray[np.float64]
+__all__ = ["DROWNED", "LEFT_BEHIND", "Relaxation", "directions"]
 
 RTOL, ATOL = 1e-6, 1e-9
 HORIZON = 60.0
@@ -48,26 +46,12 @@ BLOW_UP_SIZE, DROWNED = 5.0, 8.0
 """Logarithms of the growth that a blow-up must have shown, and of that after which ``A L`` of stiff directions is rounding."""
 
 
-@dataclass(eq=False)
-class Relaxed:
-    """Where each member of a stack ended: state, elapsed time, blow-up time, whether it had settled, or still
-    turned at the horizon."""
-
-    M: Array
-    s: Array
-    t: Array
-    alpha: Array
-    blow_up_times: Array
-    settled: NDArray[np.bool_]
-    turning: NDArray[np.bool_]
-    start: Array
-    """Initial ``s``."""
-
-
 class Relaxation:
     """A stack of Gaussians that is followed until each has come to rest, blown up, or reached the horizon.
 
-    Members that an explicit method has not finished are ``left``; :meth:`finish` takes them on.
+    Members that an explicit method has not finished are ``left``; :meth:`finish` takes them on. ``y`` holds the states where
+    the members ended (:func:`split_states`), ``start`` their initial s; ``settled`` says which have come to rest or blown
+    up, ``turning`` which still turned at the horizon.
     """
 
     def __init__(self, gaussians: GaussianField, M: Array, s: Array, alpha: Array) -> None:
@@ -77,27 +61,28 @@ class Relaxation:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             rates = GaussianSystem(gaussians, alpha, 0.0, self.d, np.full(B, 1e300), False).rates(self.y)[3]
             self.unit = 1.0 / np.where(rates > 1e-100, rates, 1.0)
-            no = np.zeros(B, dtype=bool)
-            self.found = Relaxed(
-                M.copy(), s.copy(), np.zeros(B), alpha.copy(), np.full(B, math.inf), no, no.copy(), s.copy()
-            )
-            self.left = _explicit(gaussians, self.y, self.unit, self.found, self.d)
+            self.start, self.blow_up_times = s.copy(), np.full(B, math.inf)
+            self.settled, self.turning = np.zeros(B, dtype=bool), np.zeros(B, dtype=bool)
+            self.left = _explicit(self)
 
     def finish(self, members: NDArray[np.intp]) -> None:
         """Follow some of those that are left, one by one."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for b in members:
-                _implicit(self.gaussians, self.y, self.unit, self.found, self.d, int(b))
+                _implicit(self, int(b))
 
 
-def _explicit(gaussians: GaussianField, y: Array, unit: Array, out: Relaxed, d: int) -> NDArray[np.intp]:
+def _explicit(work: Relaxation) -> NDArray[np.intp]:
     """Runge-Kutta 4(5), every member with its own step; returns the members that are not done."""
+    y, d = work.y, work.d
     active = np.arange(len(y))
     tau, h = np.zeros(len(y)), np.full(len(y), 1e-2)
     A, Bw, E = np.asarray(RK45.A), np.asarray(RK45.B), np.asarray(RK45.E)
     start = y.copy()
     for _ in range(ROUNDS):
-        system = GaussianSystem(gaussians.take(active), start[active, d * d + 1 : -1], 0.0, d, unit[active], True)
+        system = GaussianSystem(
+            work.gaussians.take(active), start[active, d * d + 1 : -1], 0.0, d, work.unit[active], True
+        )
         Y, step = y[active], h[active][:, None]
         K = np.empty((7, *Y.shape))
         K[0] = system(0.0, Y).reshape(Y.shape)
@@ -112,41 +97,41 @@ def _explicit(gaussians: GaussianField, y: Array, unit: Array, out: Relaxed, d: 
         tau[active[good]] += h[active[good]]
         factor = 0.9 * np.where(error > 0, error, 1e-10) ** -0.2
         h[active] *= np.where(np.isfinite(factor), np.clip(factor, 0.2, 5.0), 0.2)
-        done = good & _finished(system, new, tau[active], out, active)
+        done = good & _finished(work, system, new, tau[active], active)
         active = active[~done]
         if not active.size:
             break
-    _store(out, active, y[active], d)
     return active
 
 
-def _implicit(gaussians: GaussianField, y: Array, unit: Array, out: Relaxed, d: int, b: int) -> None:
-    """LSODA for one member."""
-    member = np.array([b])
-    system = GaussianSystem(gaussians.take(member), y[member, d * d + 1 : -1], 0.0, d, unit[member], True)
+def _implicit(work: Relaxation, b: int) -> None:
+    """LSODA for one member, which stays where it was when that fails."""
+    y, d, member = work.y, work.d, np.array([b])
+    before = y[b].copy()
+    system = GaussianSystem(work.gaussians.take(member), y[member, d * d + 1 : -1], 0.0, d, work.unit[member], True)
     solver = LSODA(system, 0.0, y[b], HORIZON, rtol=1e-8, atol=1e-12)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # LSODA's own remarks: its status says the same
         for k in range(LSODA_STEPS):
             solver.step()
             if solver.status == "failed" or not np.isfinite(solver.y).all():
+                y[b] = before
                 return
             y[b] = solver.y
             if (k % 8 == 7 or solver.status == "finished") and _finished(
-                system, y[member], np.array([solver.t]), out, member, stiff=True
+                work, system, y[member], np.array([solver.t]), member, stiff=True
             ).all():
                 return
-    _store(out, member, y[member], d)
 
 
 def _finished(
-    system: GaussianSystem, Y: Array, tau: Array, out: Relaxed, members: NDArray[np.intp], *, stiff: bool = False
+    work: Relaxation, system: GaussianSystem, Y: Array, tau: Array, members: NDArray[np.intp], *, stiff: bool = False
 ) -> NDArray[np.bool_]:
-    """Which members are done; their states and verdicts are stored."""
+    """Which members are done; their verdicts are stored."""
     M, s, _, t = system.split(Y)
     GM, ds, _, _ = system.rates(Y)
     growth = system.growth(Y)
-    grown = (growth * t >= BLOW_UP_GROWTH) & (s - out.start[members] >= BLOW_UP_SIZE)
+    grown = (growth * t >= BLOW_UP_GROWTH) & (s - work.start[members] >= BLOW_UP_SIZE)
     elapsed = t / system.unit
     size = np.maximum((M**2).sum(axis=(1, 2)), 1e-300)
     turn = (GM - ds[:, None, None] * M) @ np.swapaxes(M, 1, 2)
@@ -154,7 +139,7 @@ def _finished(
     trend = np.abs(2.0 * t * ds)
     settled = still & ((tau > PATIENCE) | (elapsed > LAPSE)) & ((trend < UNDECIDED[0]) | (trend > UNDECIDED[1]))
     # a trace that grows faster than any power of its growth so far suggests is on its way to a blow-up
-    settled &= t * ds <= HASTE * np.maximum(s - out.start[members], 1.0)
+    settled &= t * ds <= HASTE * np.maximum(s - work.start[members], 1.0)
     if settled.any():
         some = np.flatnonzero(settled)
         lam, trends, total = directions(M[some], GM[some], t[some])
@@ -167,12 +152,11 @@ def _finished(
         settled[some] = clear.all(axis=1)
     done = np.asarray(grown | settled | (tau >= HORIZON) | (elapsed >= LATEST))
     if stiff:
-        done |= s - out.start[members] > DROWNED
-    _store(out, members[done], Y[done], system.d)
-    out.settled[members[done]] = (grown | settled)[done]
-    out.turning[members[done]] = ((tau >= HORIZON) & ~settled & ~grown)[done]
+        done |= s - work.start[members] > DROWNED
+    work.settled[members[done]] = (grown | settled)[done]
+    work.turning[members[done]] = ((tau >= HORIZON) & ~settled & ~grown)[done]
     chosen = members[grown]
-    out.blow_up_times[chosen] = t[grown] + 0.5 / growth[grown]
+    work.blow_up_times[chosen] = t[grown] + 0.5 / growth[grown]
     return done
 
 
@@ -187,8 +171,3 @@ def directions(M: Array, GM: Array, t: Array) -> tuple[Array, Array, Array]:
     size = (M**2).sum(axis=(1, 2))
     total = 2.0 * t * (M * GM).sum(axis=(1, 2)) / np.where(size > 0, size, 1.0)
     return lam, trends, np.asarray(total)
-
-
-def _store(out: Relaxed, members: NDArray[np.intp], Y: Array, d: int) -> None:
-    out.M[members], out.s[members] = Y[:, : d * d].reshape(-1, d, d), Y[:, d * d]
-    out.alpha[members], out.t[members] = Y[:, d * d + 1 : -1], Y[:, -1]

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limit
@@ -20,7 +20,6 @@ from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianFlowBatch", "GaussianStatus", "GaussianTrajectory"]
 
-Array = NDArray[np.float64]
 GaussianStatus = Literal["success", "blow_up", "overflow", "failed"]
 
 LOG_LARGEST = 700.0

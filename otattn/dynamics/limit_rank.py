@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField
 from otattn.dynamics.gaussian_limit import GaussianLimit, gaussian_limits, isotropic_dimension, scaled_factor
 
 __all__ = ["RankHistogram", "limit_rank_histogram"]
 
-Array = NDArray[np.float64]
 Variant = Literal["softmax", "l2"]
 Value = Literal["identity", "random", "gram"]
 
@@ -90,7 +90,7 @@ def limit_rank_histogram(
     Each draw has ``A = K^T Q`` with standard normal K, Q of shape (rank, dim) (symmetric A: ``Q = D K``, D random signs;
     semi-definite A: ``-Q^T Q / sqrt(dim)``), ``V = I``, standard normal, or ``F^T F`` with F standard normal ("gram"), and
     ``Sigma_0 = F F^T``, F standard normal. The published law is ``value="gram", semidefinite=True``: its limits are finite
-    and of rank exactly ``dim - rank`` (:mod:`otattn.dynamics.limit_algebra`).
+    and of rank exactly ``dim - rank`` (:mod:`otattn.dynamics.low_rank_flow`).
 
     Two facts frame the result, for softmax and L2. Along the flow ``L' = G L`` with ``G = (...) A`` or ``(...) Q``, so
     ``L r`` is constant for r in the kernel of ``Q L_0``: a limit that is finite has rank at least ``dim - rank``. And it

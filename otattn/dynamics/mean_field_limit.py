@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.distances import bures_wasserstein, wasserstein
@@ -20,7 +21,6 @@ from otattn.measures import DiscreteMeasure, GaussianMeasure
 
 __all__ = ["MeanFieldLimit", "mean_field_limit"]
 
-Array = NDArray[np.float64]
 Law = GaussianMeasure | Callable[[int, np.random.Generator], ArrayLike]
 
 

@@ -6,18 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import nnls
 from scipy.spatial import ConvexHull
-from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
+from otattn.dynamics.clustering import linked
 from otattn.dynamics.trajectory import Trajectory
 
 __all__ = ["LimitPolytope", "limit_polytope"]
-
-Array = NDArray[np.float64]
 
 LARGEST_HULL_DIM = 7
 """Qhull lists facets, of which there are too many in higher dimension; vertices are then found by projections alone."""
@@ -112,7 +110,7 @@ def limit_polytope(trajectory: Trajectory, *, k: int = -1, tol: float = 1e-3) ->
     _, s, Wt = np.linalg.svd(y, full_matrices=False)
     r = int((s > level * s[0]).sum())
     z = y @ Wt[:r].T
-    raw = fcluster(linkage(pdist(z), "single"), near, "distance") if len(z) > 1 else np.ones(1, dtype=np.intp)
+    raw = linked(z, near)
     groups = [np.flatnonzero(raw == c) for c in np.unique(raw)]
     points = np.stack([z[g].mean(axis=0) for g in groups])
     chosen = _vertices(points, r, near)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.dynamics.flow import check_span, flow
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
@@ -19,8 +19,6 @@ from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.measures import MeasureLike
 
 __all__ = ["DepthConvergence", "depth_convergence", "residual_steps"]
-
-Array = NDArray[np.float64]
 
 
 def residual_steps(
@@ -83,22 +81,19 @@ def residual_steps(
                 break
             points.append(x)
     done = len(points)
-    return Trajectory(
-        times=check.frozen(times[:done]),
-        points=check.frozen(np.array(points)),
-        weights=measure.weights,
-        token_times=getattr(measure, "times", None),
+    return Trajectory.along(
+        velocity,
+        times[:done],
+        np.array(points),
+        times[done:],
         status=status,
         blow_up_time=math.inf,
         end=float(times[done - 1]),
-        missed=check.frozen(times[done:]),
-        normalization=normalization,
         t_span=(start, stop),
         solver="residual",
         tolerance=(0.0, 0.0),
         evaluations=done,
         message=message,
-        velocity=velocity,
     )
 
 

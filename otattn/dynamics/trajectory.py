@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.ode_solution import packed, unpacked
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure
@@ -18,7 +19,6 @@ from otattn.dynamics.velocity import Normalization, Velocity
 
 __all__ = ["FlowStatus", "Trajectory"]
 
-Array = NDArray[np.float64]
 FlowStatus = Literal["success", "blow_up", "event", "overflow", "failed"]
 
 
@@ -77,6 +77,21 @@ class Trajectory(Result):
     event_points: tuple[Array, ...] = ()
     steps: Array | None = field(default=None, repr=False)
     dense: Callable[[float], Array] | None = field(default=None, repr=False)
+
+    @classmethod
+    def along(cls, velocity: Velocity, times: Array, points: Array, missed: Array, **outcome: Any) -> Trajectory:
+        """The trajectory of a velocity's measure, with what is said of its computation."""
+        measure = velocity.measure
+        return cls(
+            times=check.frozen(times),
+            points=check.frozen(points),
+            weights=measure.weights,
+            token_times=getattr(measure, "times", None),
+            missed=check.frozen(missed),
+            normalization=velocity.normalization,
+            velocity=velocity,
+            **outcome,
+        )
 
     def _to_fields(self) -> dict[str, Any]:
         return {**super()._to_fields(), "dense": None if self.dense is None else packed(self.dense)}

@@ -20,18 +20,15 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import expm
 
 from otattn._files.saved import Saved
-from otattn.attention import (
-    AttentionMap,
-)
+from otattn._linalg import Array
+from otattn.attention import AttentionMap
 from otattn.attention.base import Measure, as_attention
 
-__all__ = ["Field", "Normalization", "Velocity", "layer_at", "linear_growth"]
+__all__ = ["Field", "Normalization", "Velocity", "check_values", "layer_at", "linear_growth"]
 
-Array = NDArray[np.float64]
 Field = AttentionMap | Callable[[float], AttentionMap]
 Normalization = Literal["sphere", "rescaled"] | None
 
@@ -61,6 +58,15 @@ def _takes_more_than_time(function: Callable[..., object]) -> bool:
     except ValueError:  # a function without a signature is called
         return False
     return False
+
+
+def check_values(attention: AttentionMap, dim: int) -> None:
+    """Refuse a map whose values lie in another space than the tokens: there is no flow."""
+    if attention.out_dim not in (None, dim):
+        raise ValueError(
+            f"attention must have values in the space of the tokens, received {dim} -> {attention.out_dim}; "
+            "add an output matrix with MultiHeadAttention([head], [W])."
+        )
 
 
 def linear_growth(attention: Field) -> bool:
@@ -117,11 +123,7 @@ class Velocity(Saved):
         if normalization not in (None, "sphere", "rescaled"):
             raise ValueError(f'normalization must be None, "sphere" or "rescaled", received {normalization!r}.')
         layer = layer_at(attention, start)
-        if layer.out_dim is not None and layer.out_dim != measure.dim:
-            raise ValueError(
-                f"attention must have values in the space of the tokens, received {measure.dim} -> {layer.out_dim}; "
-                "add an output matrix with MultiHeadAttention([head], [W])."
-            )
+        check_values(layer, measure.dim)
         self.attention, self.measure, self.normalization, self.start = attention, measure, normalization, start
         self.V: Array | None = None
         self.norms: Array | None = None

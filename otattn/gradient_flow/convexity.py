@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.distances import bures_geodesic, bures_wasserstein, transport
 from otattn.gradient_flow.energy import Energy
@@ -18,7 +18,6 @@ from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, as_dis
 
 __all__ = ["DisplacementConvexity", "displacement_convexity", "displacement_convexity_study"]
 
-Array = NDArray[np.float64]
 Sampler = Callable[[np.random.Generator], tuple[Any, Any]]
 Pair = tuple[DiscreteMeasure, DiscreteMeasure] | tuple[GaussianMeasure, GaussianMeasure]
 
@@ -184,19 +183,11 @@ def displacement_convexity_study(
         for _ in range(check.count(n_pairs, "n_pairs"))
     ]
     worst = min(results, key=lambda r: r.least)
-    return DisplacementConvexity(
-        worst.least,
-        max(r.greatest for r in results),
-        np.array([r.least for r in results]),
-        np.array([r.greatest for r in results]),
-        worst.time,
-        worst.times,
-        worst.energies,
-        worst.slopes,
-        worst.distance,
-        energy,
-        worst.mu,
-        worst.nu,
+    return replace(
+        worst,
+        greatest=max(r.greatest for r in results),
+        leasts=np.array([r.least for r in results]),
+        greatests=np.array([r.greatest for r in results]),
     )
 
 

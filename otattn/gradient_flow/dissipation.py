@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.dynamics.flow import check_span
@@ -20,7 +20,6 @@ from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["EnergyDissipation", "energy_dissipation"]
 
-Array = NDArray[np.float64]
 TURN = 0.25
 """The flow is followed until tokens have moved by about this share of their size, and logits by this much."""
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
 
 __all__ = ["CombinedEnergy", "Energy", "symmetric_form"]
 
-Array = NDArray[np.float64]
 Scaled = tuple[Array, float]
 """Numbers and the exponent L of their common factor ``exp(L)``."""
 
@@ -34,10 +34,12 @@ class Energy(Saved, ABC):
     Subclasses give values as numbers times ``exp(L)``, so that exponentials of huge logits keep a meaning.
     """
 
+    A: Array
+
     @property
-    @abstractmethod
     def dim(self) -> int:
-        """Dimension d of the points."""
+        """Dimension d of the points: the size of the form A, where there is one."""
+        return len(self.A)
 
     @abstractmethod
     def _value(self, mu: DiscreteMeasure) -> tuple[float, float]: ...

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import SinkhornAttention
 from otattn.gradient_flow.energy import Energy, Scaled, symmetric_form
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["SinkhornEnergy"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -66,10 +65,6 @@ class SinkhornEnergy(Energy):
         object.__setattr__(self, "A", symmetric_form(A))
         object.__setattr__(self, "tol", check.positive(tol, "tol"))
         object.__setattr__(self, "max_iter", check.count(max_iter, "max_iter"))
-
-    @property
-    def dim(self) -> int:
-        return len(self.A)
 
     def _attention(self, form: Array, values: Array) -> SinkhornAttention:
         return SinkhornAttention(form, values, tol=self.tol, max_iter=self.max_iter)

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
-from otattn._linalg import psd_sqrt, symmetrize
+from otattn._linalg import Array, psd_sqrt, symmetrize
 from otattn.gradient_flow.energy import symmetric_form
 from otattn.measures import GaussianMeasure
 
 __all__ = ["GaussianEnergy", "GaussianL2Energy", "GaussianSinkhornEnergy", "GaussianSoftmaxEnergy"]
-
-Array = NDArray[np.float64]
 
 
 class GaussianEnergy(Saved, ABC):
@@ -28,10 +26,12 @@ class GaussianEnergy(Saved, ABC):
     ``u = dE/dm``, ``T = 2 dE/dSigma``.
     """
 
+    A: Array
+
     @property
-    @abstractmethod
     def dim(self) -> int:
-        """Dimension d of the space."""
+        """Dimension d of the space: the size of the form A, where there is one."""
+        return len(self.A)
 
     @abstractmethod
     def _value(self, m: Array, S: Array) -> float: ...
@@ -90,10 +90,6 @@ class GaussianSoftmaxEnergy(GaussianEnergy):
     def __init__(self, A: ArrayLike) -> None:
         object.__setattr__(self, "A", symmetric_form(A, needs=True))
 
-    @property
-    def dim(self) -> int:
-        return len(self.A)
-
     def _value(self, m: Array, S: Array) -> float:
         B = self.A @ S
         return 0.25 * float(np.sum(B * B.T))
@@ -136,10 +132,6 @@ class GaussianSinkhornEnergy(GaussianEnergy):
 
     def __init__(self, A: ArrayLike) -> None:
         object.__setattr__(self, "A", symmetric_form(A))
-
-    @property
-    def dim(self) -> int:
-        return len(self.A)
 
     def _value(self, m: Array, S: Array) -> float:
         root = psd_sqrt(S)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.linalg import solve_sylvester
 
 from otattn import _validate as check
-from otattn._linalg import psd_eigh, symmetrize
+from otattn._linalg import Array, psd_eigh, symmetrize
 from otattn.attention import AttentionMap
 from otattn.attention.head import check_sizes
+from otattn.dynamics.velocity import check_values
 from otattn.errors import NotGaussianPreservingError
 from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, probed_asymmetry
 from otattn.lipschitz.local.gaussian import affine_derivative
@@ -19,7 +20,6 @@ from otattn.measures.gaussian import check_covariance
 
 __all__ = ["bures_closedness", "covariance_tangent"]
 
-Array = NDArray[np.float64]
 BASIS_SIZE = 600
 """Number of symmetric basis matrices above which the defect is estimated by probes (d = 34)."""
 RANK_TOL = 1e-8
@@ -149,10 +149,7 @@ def _definite(cov: ArrayLike, attention: AttentionMap) -> Array:
         raise NotGaussianPreservingError(
             "attention must be unmasked for a flow of Gaussians, received a masked one; use the discrete tests."
         )
-    if attention.out_dim is not None and attention.out_dim != len(S):
-        raise ValueError(
-            f"attention must have values in the space of the tokens, received {len(S)} -> {attention.out_dim}."
-        )
+    check_values(attention, len(S))
     s = np.linalg.eigvalsh(S)
     if not s[0] > RANK_TOL * s[-1]:
         raise ValueError(

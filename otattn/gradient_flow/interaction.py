@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.kernels import blocks
 from otattn.gradient_flow.energy import Energy, Scaled, symmetric_form
 from otattn.measures import DiscreteMeasure
 
 __all__ = ["ExponentialEnergy", "InteractionEnergy", "LinearEnergy", "ReLUEnergy", "SigmoidEnergy"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -41,10 +40,6 @@ class InteractionEnergy(Energy):
 
     def __init__(self, A: ArrayLike) -> None:
         object.__setattr__(self, "A", symmetric_form(A))
-
-    @property
-    def dim(self) -> int:
-        return len(self.A)
 
     @abstractmethod
     def _H(self, S: Array) -> Array: ...

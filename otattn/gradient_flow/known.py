@@ -8,8 +8,8 @@ from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
@@ -34,7 +34,6 @@ from otattn.gradient_flow.interaction import ExponentialEnergy, LinearEnergy, Re
 
 __all__ = ["KnownStructure", "known_gaussian_structure", "known_structure", "unwrapped"]
 
-Array = NDArray[np.float64]
 _PARALLEL = 1e-12
 """Matrices count as proportional when they differ by this share of their norm."""
 
@@ -170,11 +169,7 @@ known_gaussian_structure.register(SinkhornAttention, partial(_gaussian_form, ene
 def _proportional(V: Array, A: Array) -> tuple[Array, float] | None:
     """A, symmetrised, and c with ``V = c A``; None when A is not symmetric or there is no such c."""
     c = _ratio(V, A)
-    return None if c is None or not _symmetric(A) else (0.5 * (A + A.T), c)
-
-
-def _symmetric(A: Array) -> bool:
-    return bool(np.abs(A - A.T).max() <= _PARALLEL * np.abs(A).max())
+    return None if c is None or np.abs(A - A.T).max() > _PARALLEL * np.abs(A).max() else (0.5 * (A + A.T), c)
 
 
 def _ratio(V: Array, A: Array) -> float | None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import EPS
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure, as_attention
 from otattn.attention.head import check_sizes
+from otattn.dynamics.velocity import check_values
 from otattn.errors import NotGaussianPreservingError
-from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, operator_asymmetry
+from otattn.gradient_flow.asymmetry import Asymmetry, dense_asymmetry, mobility_defect, operator_asymmetry
 from otattn.gradient_flow.dissipation import energy_dissipation
 from otattn.gradient_flow.gaussian_structure import bures_closedness
 from otattn.gradient_flow.known import known_gaussian_structure, known_structure
-from otattn.gradient_flow.mobility import mobility_defect
 from otattn.gradient_flow.report import GradientFlowReport, verdict_of, worst
 from otattn.gradient_flow.twisted import twisted_field
 from otattn.measures import DiscreteMeasure, MeasureLike
 
 __all__ = ["check_gradient_flow"]
 
-Array = NDArray[np.float64]
-_EPS = float(np.finfo(np.float64).eps)
 MOVED = 0.1
 """Displacement of the extra clouds, as a share of the root mean square distance to the mean."""
 FLOW_ATOMS = 256
@@ -108,11 +106,7 @@ def check_gradient_flow(
     unified perspective on the dynamics of deep Transformers", 2025.
     """
     measure = as_attention(attention).as_measure(mu).support()
-    if attention.out_dim is not None and attention.out_dim != measure.dim:
-        raise ValueError(
-            f"attention must have values in the space of the tokens for a flow, received {measure.dim} -> "
-            f"{attention.out_dim}; add an output matrix with MultiHeadAttention([head], [W])."
-        )
+    check_values(attention, measure.dim)
     settings = {
         "tol": check.positive(tol, "tol"),
         "displaced": check.count(displaced, "displaced", least=0),
@@ -150,7 +144,7 @@ def check_gradient_flow(
     wasserstein = worst(found["wasserstein"])
     twisted_worst = worst(found["twisted"]) if found["twisted"] else None
     bures = _bures(attention, measure, generator)
-    limit = max(tol, 64.0 * _EPS * span, 100.0 * attention._tol)
+    limit = max(tol, 64.0 * EPS * span, 100.0 * attention._tol)
     structure, gaussian = known_structure(attention), known_gaussian_structure(attention)
     dissipation = None
     if structure is not None:

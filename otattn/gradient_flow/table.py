@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
@@ -27,7 +27,6 @@ from otattn.gradient_flow.structure import check_gradient_flow
 
 __all__ = ["StructureRow", "StructureTable", "structure_table"]
 
-Array = NDArray[np.float64]
 VARIANTS: dict[str, Callable[[Array, Array], AttentionMap]] = {
     "softmax": SoftmaxAttention,
     "L2": lambda A, V: L2Attention(A, np.eye(len(A)), V),

@@ -7,8 +7,8 @@ from functools import singledispatch
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.jacobian import JacobianOperator
@@ -17,8 +17,6 @@ from otattn.gradient_flow.known import unwrapped
 from otattn.measures import SpaceTimeMeasure
 
 __all__ = ["LogKernel", "TwistedField", "log_kernel", "twisted_field"]
-
-Array = NDArray[np.float64]
 
 
 def twisted_field(attention: AttentionMap, mu: Measure) -> TwistedField | None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator
 
-from otattn.attention import AttentionMap
+from otattn.attention import AttentionMap, JacobianOperator
 from otattn.operators.layer import SoftmaxLayer
 from otattn.operators.products import HeadProducts
 
@@ -29,7 +29,7 @@ __all__ = ["FusedJacobian"]
 Array = NDArray[Any]
 
 
-class FusedJacobian(LinearOperator):
+class FusedJacobian(JacobianOperator):
     r"""The Jacobian of softmax attention at a measure, with products in one pass over the attention matrix.
 
     It is ``W^{1/2} J W^{-1/2}`` with ``J = D_X f`` and W the diagonal of the weights, token by token: the
@@ -90,8 +90,8 @@ class FusedJacobian(LinearOperator):
             kind = np.dtype(np.float64)
         self.layer = layer
         self.n, self.d, self.e = layer.atoms, layer.d, layer.e
-        super().__init__(dtype=kind, shape=(self.n * self.e, self.n * self.d))
-        self._memory, self._workers = memory, workers
+        LinearOperator.__init__(self, dtype=kind, shape=(self.n * self.e, self.n * self.d))
+        self._memory, self._workers, self._dense = memory, workers, None
         self._lock = threading.Lock()
         self._products: HeadProducts | None = None
 
@@ -133,18 +133,6 @@ class FusedJacobian(LinearOperator):
     def scaled_gram(self, direction: ArrayLike) -> Array:
         """``J^T J / scale^2`` on ``(n, d)``: in range wherever the singular values are."""
         return self._run("gram", direction)
-
-    def _matvec(self, x: Array) -> Array:
-        return self.jvp(x).reshape(-1)
-
-    def _rmatvec(self, x: Array) -> Array:
-        return self.vjp(x).reshape(-1)
-
-    def to_dense(self) -> Array:
-        """The matrix ``(n e, n d)`` from ``n min(d, e)`` products."""
-        if self.d <= self.e:
-            return np.stack([self.matvec(row) for row in np.eye(self.shape[1], dtype=self.dtype)], axis=1)
-        return np.stack([self.rmatvec(row) for row in np.eye(self.shape[0], dtype=self.dtype)], axis=0)
 
     def _run(self, kind: str, given: ArrayLike) -> Array:
         layer, columns = self.layer, self.e if kind == "vjp" else self.d

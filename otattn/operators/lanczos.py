@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.errors import ConvergenceError
 from otattn.operators.krylov import NonFiniteError, RitzPair, top_eigenpair
@@ -16,7 +17,6 @@ from otattn.operators.scaled import ScaledOperator
 
 __all__ = ["SingularValueError", "TopSingular", "top_singular"]
 
-Array = NDArray[np.float64]
 Precision = Literal["fast", "precise"]
 
 TOLERANCES = {"fast": 2e-5, "precise": 1e-9}

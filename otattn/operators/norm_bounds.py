@@ -6,11 +6,11 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import solveh_banded
 from scipy.sparse.linalg import LinearOperator
 
 from otattn import _validate as check
+from otattn._linalg import EPS, Array
 from otattn.attention import JacobianOperator
 from otattn.attention import base as attention_base
 from otattn.operators.krylov import Lanczos
@@ -20,9 +20,7 @@ from otattn.operators.scaled import ScaledOperator
 
 __all__ = ["NormBounds", "spectral_norm_bounds"]
 
-Array = NDArray[np.float64]
 How = Literal["proved", "computed", "probabilistic"]
-_EPS = float(np.finfo(np.float64).eps)
 DENSE_SIDE = 2048
 """Matrices whose smaller side is at most this are factorised."""
 DENSE_PRODUCTS = 256
@@ -135,7 +133,7 @@ def spectral_norm_bounds(
     matrix, how = _written_out(operator, wrapped)
     if matrix is not None:
         return NormBounds(*_of_matrix(matrix, budget, generator), how)
-    share = RUN_FAILURES["float64" if wrapped.eps == _EPS else "float32"]
+    share = RUN_FAILURES["float64" if wrapped.eps == EPS else "float32"]
     runs = max(1, math.ceil(math.log(failure) / math.log(share)))
     bounds = NormBounds(0.0, 0.0, "probabilistic")
     for _ in range(runs):
@@ -176,7 +174,7 @@ def _of_matrix(M: Array, budget: int, rng: np.random.Generator) -> tuple[float, 
     Z = np.ldexp(M, -power)
     found = top_singular(Z, tol=1e-9, rng=rng, max_iter=budget, allow_unconverged=True).value
     # the product rounds by its terms, which are at most the rows' norms; so do its norm and that of the vector
-    low = found - 2.0 * (max(M.shape) + 8) * _EPS * float(np.linalg.norm(Z))
+    low = found - 2.0 * (max(M.shape) + 8) * EPS * float(np.linalg.norm(Z))
     low = math.ldexp(max(low, 0.0), power)
     return (low if low > 1e-300 else max(low - 5e-324, 0.0)), upper
 
@@ -184,7 +182,7 @@ def _of_matrix(M: Array, budget: int, rng: np.random.Generator) -> tuple[float, 
 def _threshold(failure: float, size: int) -> float:
     """``t`` with ``P(|<v, q_0>| < t) <= failure`` for the float start: uniform, normalised, rounded."""
     t = min(1.0, failure * math.sqrt(math.pi / (2.0 * size)))
-    return t * (1.0 - (size + 8) * _EPS) - 2.0 * _EPS
+    return t * (1.0 - (size + 8) * EPS) - 2.0 * EPS
 
 
 def _share(lanczos: Lanczos, top: float, rounding: float) -> float:
@@ -202,8 +200,8 @@ def _share(lanczos: Lanczos, top: float, rounding: float) -> float:
     # what rounded in measuring f and in solving with T: 16 eps of the row of T
     rows = alpha + beta
     rows[1:] += beta[:-1]
-    lost = (1.0 + size * _EPS) * np.array(lanczos.lost) + 16.0 * _EPS * rows + rounding * top
-    return (float(beta[-1] * g[-1]) + float(g @ lost)) * (1.0 + (size + k + 16) * _EPS)
+    lost = (1.0 + size * EPS) * np.array(lanczos.lost) + 16.0 * EPS * rows + rounding * top
+    return (float(beta[-1] * g[-1]) + float(g @ lost)) * (1.0 + (size + k + 16) * EPS)
 
 
 def _largest(lanczos: Lanczos, least: float, t: float, rounding: float) -> float:
@@ -211,7 +209,7 @@ def _largest(lanczos: Lanczos, least: float, t: float, rounding: float) -> float
     base = lanczos.ritz()[0]
     if base == lanczos.beta[-1] == max(lanczos.lost) == 0.0:
         return 0.0 if t > rounding else math.inf
-    step = max(least - base, 4.0 * _EPS * base, 1e-300)
+    step = max(least - base, 4.0 * EPS * base, 1e-300)
     while _share(lanczos, base + step, rounding) >= t:
         step *= 4.0
         if not math.isfinite(base + step):
@@ -220,7 +218,7 @@ def _largest(lanczos: Lanczos, least: float, t: float, rounding: float) -> float
     while step - below > 1e-3 * step and base + step > base:
         middle = 0.5 * (below + step)
         below, step = (middle, step) if _share(lanczos, base + middle, rounding) >= t else (below, middle)
-    return (base + step) * (1.0 + 4.0 * _EPS)
+    return (base + step) * (1.0 + 4.0 * EPS)
 
 
 def _run(
@@ -239,6 +237,6 @@ def _run(
         if lanczos.exhausted or _share(lanczos, goal, rounding) < t or len(lanczos.alpha) >= budget:
             break
         lanczos.step(operator.gram(lanczos.next))
-    high = operator.scale * math.sqrt(_largest(lanczos, goal, t, rounding)) * (1.0 + 4.0 * _EPS)
+    high = operator.scale * math.sqrt(_largest(lanczos, goal, t, rounding)) * (1.0 + 4.0 * EPS)
     low = operator.scale * math.sqrt(operator.evaluate(lanczos.vector())[0]) * (1.0 - rounding)
     return float(low), high if high == 0.0 or high > 1e-300 else high + 5e-324

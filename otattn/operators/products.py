@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from otattn.attention import base as attention_base
 from otattn.operators import threads
-from otattn.operators.factor import Factor
-from otattn.operators.layer import HeadSlices, Mixing, SoftmaxLayer
+from otattn.operators.layer import Factor, HeadSlices, Mixing, SoftmaxLayer
 from otattn.operators.streaming import PANEL_ROWS, KernelTiles, Panel, Tiling
 
 __all__ = ["HeadProducts"]

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackError, eigsh
+
+from otattn._linalg import EPS, Array
 
 __all__ = ["proved_norm", "radius_norm"]
 
-Array = NDArray[np.float64]
-_EPS = float(np.finfo(np.float64).eps)
 SMALL = 64
 """Gram matrices up to this side are decomposed for the trial value, larger ones iterated."""
 TRIALS = 60
@@ -58,7 +57,7 @@ def proved_norm(M: Array) -> float:
         return 0.0
     power = math.frexp(size)[1]
     Z = np.ldexp(M if M.shape[0] >= M.shape[1] else M.T, -power)
-    value = math.sqrt(_largest(Z)) * (1.0 + 4.0 * _EPS)
+    value = math.sqrt(_largest(Z)) * (1.0 + 4.0 * EPS)
     try:
         out = math.ldexp(value, power)
     except OverflowError:
@@ -87,13 +86,13 @@ def _largest(Z: Array) -> float:
         except np.linalg.LinAlgError:
             continue
         if np.isfinite(np.diagonal(factor)).all():
-            lost = formed + _gamma(N) * trace * (1.0 + 2.0 * _gamma(N)) + _EPS * (shift + float(np.trace(S)))
-            return (shift + lost) * (1.0 + 4.0 * _EPS)
+            lost = formed + _gamma(N) * trace * (1.0 + 2.0 * _gamma(N)) + EPS * (shift + float(np.trace(S)))
+            return (shift + lost) * (1.0 + 4.0 * EPS)
     return reach * (1.0 + _gamma(m * N)) + formed
 
 
 def _gamma(k: int) -> float:
-    return (k + 8) * _EPS
+    return (k + 8) * EPS
 
 
 def _trial(S: Array) -> float:
@@ -113,4 +112,4 @@ def radius_norm(R: Any) -> float:
         return 0.0
     sums = (1.0 + _gamma(R.size)) * (R.sum(axis=0).max() + 5e-324), R.sum(axis=1).max() + 5e-324
     product = math.sqrt(float(sums[0])) * math.sqrt(float(sums[1]))
-    return product * (1.0 + 4.0 * _EPS) + 5e-324
+    return product * (1.0 + 4.0 * EPS) + 5e-324

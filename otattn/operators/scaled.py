@@ -9,13 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import JacobianOperator
 from otattn.operators.fused import FusedJacobian
 from otattn.operators.network import TwoPrecisions
 
 __all__ = ["ScaledOperator"]
 
-Array = NDArray[np.float64]
 FUSED_SCALES = (1e-60, 1e60)
 """Where the scale of a fused product is that far from the operator's size, its two halves are taken apart."""
 
@@ -36,7 +36,7 @@ class ScaledOperator:
             operator = self._fused = operator if operator.dtype == np.float64 else operator.astype(np.float64)
         elif isinstance(operator, list | tuple):
             operator = check.matrix(operator, "operator")
-        self._tokens = operator if isinstance(operator, FusedJacobian | JacobianOperator) else None
+        self._tokens = operator if isinstance(operator, JacobianOperator) else None
         self._linear = operator if isinstance(operator, LinearOperator) else aslinearoperator(operator)
         if self._linear.dtype is not None and np.dtype(self._linear.dtype).kind == "c":
             raise ValueError("operator must be real, received a complex one; stack its real and imaginary parts.")

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TINY", "UNIT", "Enclosed", "append_columns", "upward"]
+from otattn._linalg import Array
+from otattn.distances.double_double import two_product, two_sum
 
-Array = NDArray[np.float64]
+__all__ = ["TINY", "UNIT", "Enclosed", "append_columns", "upward"]
 
 UNIT = 2.0**-53
 """Half the distance of 1 to the next float: the relative error of one rounded operation."""
@@ -33,28 +34,11 @@ SLACK = 2.0**-48
 SUM_UNITS, PRODUCT_UNITS, QUOTIENT_UNITS = 8.0, 16.0, 64.0
 """Errors of double-double operations in units of ``u^2``: of ``|a| + |b|``, of ``|a b|``, of ``|a / b|`` (the sharp
 constants of Joldes, Muller and Popescu (2017) are 2 to 10)."""
-_SPLITTER = 134217729.0  # 2^27 + 1
 
 
 def upward(error: Array) -> Array:
     """``error`` enlarged beyond the rounding of the operations that made it."""
     return np.asarray(error * (1.0 + SLACK) + TINY)
-
-
-def two_sum(a: Any, b: Any) -> tuple[Array, Array]:
-    """``a + b`` as a rounded sum and its exact rest (Knuth)."""
-    s = np.asarray(a + b)
-    t = s - a
-    return s, np.asarray((a - (s - t)) + (b - t))
-
-
-def two_product(a: Any, b: Any) -> tuple[Array, Array]:
-    """``a b`` as a rounded product and its rest, exact unless it underflows (Dekker, Veltkamp)."""
-    p = np.asarray(a * b)
-    ta, tb = _SPLITTER * a, _SPLITTER * b
-    ah, bh = ta - (ta - a), tb - (tb - b)
-    al, bl = a - ah, b - bh
-    return p, np.asarray(((ah * bh - p) + ah * bl + al * bh) + al * bl)
 
 
 class Enclosed:

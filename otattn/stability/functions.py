@@ -15,14 +15,12 @@ import math
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtr
 
+from otattn._linalg import Array
 from otattn.stability.enclosed import TINY, UNIT, Enclosed, upward
 
 __all__ = ["cos_sin", "exp", "expit", "gelu", "silu", "sqrt", "tanh"]
-
-Array = NDArray[np.float64]
 
 LIBRARY_UNITS = 8.0
 """Error of numpy's exp, sin, cos and sqrt in units of ``u``: 4 units in the last place (they document less than 1)."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention import (
     MLP,
     Compose,
@@ -50,8 +51,6 @@ from otattn.stability.enclosed import UNIT, Enclosed, append_columns
 from otattn.stability.potentials import column_potential
 
 __all__ = ["IMAGES", "Atoms", "image"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

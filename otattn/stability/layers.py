@@ -17,16 +17,15 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.models import Transformer
-from otattn.stability.head_store import HeadStore
-from otattn.stability.heads import FIELDS, measure_head
+from otattn.stability.heads import FIELDS, HeadStore, measure_head
 from otattn.stability.study import check_key
 
 __all__ = ["LayerMeasurements", "measure_layers"]
 
-Array = NDArray[np.float64]
 SIZES = (16, 32, 64, 128)
 
 

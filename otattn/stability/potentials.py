@@ -14,16 +14,14 @@ and with the constant in the middle every entry of h is within half of that of `
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.attention.schroedinger import Potentials
 from otattn.attention.sinkhorn import SinkhornAttention
 from otattn.stability.enclosed import TINY, UNIT, Enclosed
 from otattn.stability.functions import exp
 
 __all__ = ["column_potential"]
-
-Array = NDArray[np.float64]
 
 DENSE = 256
 """Up to this many atoms Newton steps polish the potential, and Delta is the maximum over all quadruples."""

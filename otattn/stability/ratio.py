@@ -6,22 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import EPS
 from otattn._tabular import Result
 from otattn.attention.base import AttentionMap, as_attention
-from otattn.distances.conditional import distance_of
+from otattn.distances.conditional import check_kind, distance_of
 from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
-from otattn.stability.certify import Evidence, Resolution, certify
-from otattn.stability.gaussian_margins import gaussian_margins
+from otattn.stability.certify import Evidence, Resolution, certify, extent, gaussian_margins
 
-__all__ = ["Resolution", "StabilityRatio", "extent", "image_distances", "prepare_pair", "stability_ratio"]
+__all__ = ["Resolution", "StabilityRatio", "image_distances", "prepare_pair", "stability_ratio"]
 
-Array = NDArray[np.float64]
 Moved = DiscreteMeasure | SpaceTimeMeasure | GaussianMeasure
 
-_EPS = float(np.finfo(np.float64).eps)
 SHAVE = 1e-12
 """Taken off a certified value, and its rounding once more, so that another processor's rounding confirms it."""
 
@@ -83,7 +80,7 @@ class StabilityRatio(Result):
         return bool(
             abs(self.numerator - new.numerator) <= 1e-9 * new.numerator + min(found.noise, new.numerator)
             and abs(self.denominator - new.denominator) <= 1e-9 * new.denominator
-            and abs(self.value - self.numerator / self.denominator) <= 4 * _EPS * self.value
+            and abs(self.value - self.numerator / self.denominator) <= 4 * EPS * self.value
             and 0.0 <= self.certified_lower <= min(self.value, found.proven)
             and self.resolution == new.resolution
         )
@@ -148,24 +145,9 @@ def stability_ratio(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, *, 
 def prepare_pair(attention: AttentionMap, mu: AnyMeasure, nu: AnyMeasure, p: float) -> tuple[Moved, Moved]:
     """The pair as measures of one kind and one space, on which ``attention`` acts and ``W_p`` is defined."""
     as_attention(attention)
-    first: Moved
-    second: Moved
-    if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
-        if p != 2.0:
-            raise ValueError(
-                f"p must be 2 between Gaussian measures, received {p:g}; only W_2 has a closed "
-                "form, sample them "
-                "for another order."
-            )
-        first, second = mu, nu
-    elif isinstance(mu, GaussianMeasure) or isinstance(nu, GaussianMeasure):
-        raise TypeError("mu and nu must be of one kind, received a Gaussian and another measure; sample the Gaussian.")
-    else:
-        first, second = attention.as_measure(mu), attention.as_measure(nu)
-        if isinstance(first, SpaceTimeMeasure) != isinstance(second, SpaceTimeMeasure):
-            raise TypeError(
-                "mu and nu must be of one kind, received a space-time measure and one without times; give both times."
-            )
+    pair: list[Any] = [m if isinstance(m, GaussianMeasure) else attention.as_measure(m) for m in (mu, nu)]
+    first, second = pair
+    check_kind(first, second, p)
     if first.dim != second.dim:
         raise ValueError(f"mu and nu must live in one space, received dimensions {first.dim} and {second.dim}.")
     return first, second
@@ -210,10 +192,3 @@ def _analyse(attention: AttentionMap, mu: Moved, nu: Moved, p: float) -> tuple[S
         value, found.numerator, denominator, min(certified, value), p, attention, mu, nu, found.resolution
     )
     return ratio, found
-
-
-def extent(mu: Any) -> float:
-    """Largest coordinate, the unit in which the rounding of the points is counted."""
-    if isinstance(mu, GaussianMeasure):
-        return float(np.abs(mu.mean).max() + np.sqrt(np.trace(mu.cov)))
-    return float(np.abs(mu.points).max())

@@ -6,14 +6,15 @@ is one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.measures import Ball, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete
 
 __all__ = [
@@ -26,12 +27,33 @@ __all__ = [
     "window_pairs",
 ]
 
-Array = NDArray[np.float64]
 Rng = np.random.Generator
 
 
+class _Pairs(Saved):
+    """Sizes and lengths that are checked by their names, and the ball of a radius as the domain."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if field.name in ("n", "m", "dim", "rank"):
+                check.count(value, field.name)
+            elif field.name in ("radius", "scale"):
+                check.positive(value, field.name, limit=check.LARGEST)
+
+    @property
+    def domain(self) -> Ball | None:
+        """The ball; None for points that lie in no bounded set."""
+        radius = getattr(self, "radius", None)
+        return None if radius is None else Ball(radius, self.dim)
+
+
 @dataclass(frozen=True)
-class uniform_ball_pairs(Saved):
+class uniform_ball_pairs(_Pairs):
     """Two independent clouds, uniform in the ball.
 
     Parameters
@@ -58,18 +80,6 @@ class uniform_ball_pairs(Saved):
     m: int | None = None
     random_weights: bool = False
 
-    def __post_init__(self) -> None:
-        check.count(self.n, "n")
-        check.count(self.dim, "dim")
-        check.positive(self.radius, "radius", limit=check.LARGEST)
-        if self.m is not None:
-            check.count(self.m, "m")
-
-    @property
-    def domain(self) -> Ball:
-        """The ball."""
-        return Ball(self.radius, self.dim)
-
     def __call__(self, rng: Rng) -> tuple[DiscreteMeasure, DiscreteMeasure]:
         sizes = self.n, self.n if self.m is None else self.m
         mu, nu = (_measure(_in_ball(k, self.dim, self.radius, rng), self.random_weights, rng) for k in sizes)
@@ -77,7 +87,7 @@ class uniform_ball_pairs(Saved):
 
 
 @dataclass(frozen=True)
-class gaussian_pairs(Saved):
+class gaussian_pairs(_Pairs):
     """Two independent clouds of ``n`` normal points of standard deviation ``scale`` a coordinate.
 
     Parameters
@@ -89,16 +99,6 @@ class gaussian_pairs(Saved):
     n: int
     dim: int
     scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check.count(self.n, "n")
-        check.count(self.dim, "dim")
-        check.positive(self.scale, "scale", limit=check.LARGEST)
-
-    @property
-    def domain(self) -> None:
-        """Normal points lie in no bounded set."""
-        return None
 
     def __call__(self, rng: Rng) -> tuple[DiscreteMeasure, DiscreteMeasure]:
         mu, nu = (DiscreteMeasure(self.scale * rng.standard_normal((self.n, self.dim))) for _ in range(2))
@@ -138,7 +138,7 @@ class perturbation_pairs(Saved):
 
 
 @dataclass(frozen=True)
-class two_dirac_pairs(Saved):
+class two_dirac_pairs(_Pairs):
     r"""Two-atom measures ``q delta_x + (1 - q) delta_{s x}``, where the largest stretches are found.
 
     ``x`` is uniform on the sphere, ``s`` uniform in [-1, 1] and the mass ``q`` log-uniform: the published
@@ -165,17 +165,11 @@ class two_dirac_pairs(Saved):
     size: float | None = 1e-2
 
     def __post_init__(self) -> None:
-        check.count(self.dim, "dim")
-        check.positive(self.radius, "radius", limit=check.LARGEST)
+        super().__post_init__()
         if check.positive(self.min_mass, "min_mass") > 0.5:
             raise ValueError(f"min_mass must lie in (0, 1/2], received {self.min_mass}; choose a smaller one.")
         if self.size is not None:
             check.positive(self.size, "size")
-
-    @property
-    def domain(self) -> Ball:
-        """The ball."""
-        return Ball(self.radius, self.dim)
 
     def _one(self, rng: Rng) -> DiscreteMeasure:
         x = rng.standard_normal(self.dim)
@@ -192,7 +186,7 @@ class two_dirac_pairs(Saved):
 
 
 @dataclass(frozen=True)
-class gaussian_measure_pairs(Saved):
+class gaussian_measure_pairs(_Pairs):
     """Two independent Gaussians: normal means, Wishart covariances.
 
     Parameters
@@ -212,17 +206,11 @@ class gaussian_measure_pairs(Saved):
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        check.count(self.dim, "dim")
-        check.positive(self.scale, "scale", limit=check.LARGEST)
+        super().__post_init__()
         if self.mean_scale is not None:
             check.positive(self.mean_scale, "mean_scale", zero=True)
-        if self.rank is not None and check.count(self.rank, "rank") > self.dim:
+        if self.rank is not None and self.rank > self.dim:
             raise ValueError(f"rank must be at most dim = {self.dim}, received {self.rank}.")
-
-    @property
-    def domain(self) -> None:
-        """Gaussians have no bounded support."""
-        return None
 
     def _one(self, rng: Rng) -> GaussianMeasure:
         mean = (self.scale if self.mean_scale is None else self.mean_scale) * rng.standard_normal(self.dim)
@@ -235,7 +223,7 @@ class gaussian_measure_pairs(Saved):
 
 
 @dataclass(frozen=True)
-class sequence_pairs(Saved):
+class sequence_pairs(_Pairs):
     """Two independent sequences of ``n`` tokens, uniform in the ball, token i at time ``i / n``.
 
     Parameters
@@ -247,16 +235,6 @@ class sequence_pairs(Saved):
     n: int
     dim: int
     radius: float
-
-    def __post_init__(self) -> None:
-        check.count(self.n, "n")
-        check.count(self.dim, "dim")
-        check.positive(self.radius, "radius", limit=check.LARGEST)
-
-    @property
-    def domain(self) -> Ball:
-        """The ball."""
-        return Ball(self.radius, self.dim)
 
     def __call__(self, rng: Rng) -> tuple[SpaceTimeMeasure, SpaceTimeMeasure]:
         X, Y = (_in_ball(self.n, self.dim, self.radius, rng) for _ in range(2))

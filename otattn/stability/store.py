@@ -57,7 +57,7 @@ class MemoryStore:
         pass
 
 
-class DirectoryStore(StoreFolder):
+class DirectoryStore(StoreFolder, MemoryStore):
     """A folder with ``study.json`` (which study it is) and ``chunks.jsonl`` (one line a finished chunk).
 
     A line is appended by a single write, so a kill leaves whole lines and at most one torn last line. A study that finds all
@@ -118,14 +118,11 @@ class DirectoryStore(StoreFolder):
         sound = all(i >= 0 and 0.0 <= a < math.inf and 0.0 <= b < math.inf for i, (a, b) in terms.items())
         return terms if sound else None
 
-    def get(self, index: int) -> Terms | None:
-        return self._terms.get(index)
-
     def put(self, indices: Sequence[int], terms: Sequence[Terms]) -> None:
         body: list[Any] = [[int(i) for i in indices], [float(t[0]) for t in terms], [float(t[1]) for t in terms]]
         record = {**dict(zip(NAMES, body, strict=True)), "checksum": self.checksum(json.dumps(body).encode())}
         self.write(CHUNKS, (json.dumps(record) + "\n").encode(), grow=True)
-        self._terms.update(zip(indices, terms, strict=True))
+        MemoryStore.put(self, indices, terms)
 
     def where(self, index: int) -> str:
         """The record of a pair in words: its file and line."""

@@ -19,17 +19,20 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
-from otattn.distances.bottleneck import bottleneck
+from otattn._linalg import Array
+from otattn.distances.bottleneck import bottleneck, witnessed_threshold
+from otattn.distances.conditional import time_groups
 from otattn.distances.costs import powers
+from otattn.distances.double_double import two_sum
 from otattn.distances.duality import c_transform
+from otattn.distances.flows import elimination
 from otattn.distances.masses import exact_masses
 from otattn.distances.plan import solve
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
-from otattn.stability.enclosed import TINY, UNIT, Enclosed, two_sum
+from otattn.stability.enclosed import TINY, UNIT, Enclosed
 
 __all__ = ["Problem", "Slice", "distance_bounds", "pair_slices", "transport_lower", "transport_upper"]
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Measure = DiscreteMeasure | SpaceTimeMeasure
 
@@ -74,10 +77,8 @@ def pair_slices(mu: Measure, nu: Measure) -> list[Slice]:
     exact = [[Fraction(float(v)) for v in w] for w in sides]
     totals = [sum(w, Fraction(0)) for w in exact]
     times = np.concatenate([mu.times[mu.weights > 0], nu.times[nu.weights > 0]])
-    order = np.argsort(times, kind="stable")
-    starts = np.flatnonzero(np.diff(times[order]) > TIME_TOL) + 1
     out = []
-    for group in np.split(order, starts):
+    for group in time_groups(times, TIME_TOL):
         i, j = group[group < n], group[group >= n] - n
         masses = [sum((w[k] for k in at), Fraction(0)) / t for w, at, t in zip(exact, (i, j), totals, strict=True)]
         out.append(Slice(i, j, (masses[0], masses[1])))
@@ -187,8 +188,8 @@ def _lower(low: Array, problem: Problem, part: Slice, size: float) -> float:
     if np.isinf(problem.p):
         found = bottleneck(low, A, B)
         # a plan must use a pair with f + g > 0; these potentials are whole numbers, their sums exact
-        charged = np.add.outer(found.f, found.g) > 0.0
-        return float(low[charged].min()) if _dual(found.f, found.g, A, B) > 0 and charged.any() else 0.0
+        least = witnessed_threshold(low, found.f, found.g) if _dual(found.f, found.g, A, B) > 0 else np.inf
+        return least if least < np.inf else 0.0
     unit = _unit(low, size)
     C = _costs(low, problem.p, unit) * (1.0 - POWER_UNITS * UNIT)
     g = solve(C, A, B).g
@@ -248,12 +249,6 @@ def _exact_plan(rows: Index, cols: Index, A: list[int], B: list[int]) -> list[tu
     n = len(A)
     left = [*A, *B]
     arcs = list(zip(rows.tolist(), (cols + n).tolist(), strict=True))
-    at: list[list[int]] = [[] for _ in left]
-    for k, ends in enumerate(arcs):
-        for v in ends:
-            at[v].append(k)
-    degree = [len(k) for k in at]
-    used = [False] * len(arcs)
     flows: list[tuple[int, int, int]] = []
 
     def send(u: int, v: int) -> None:
@@ -263,21 +258,9 @@ def _exact_plan(rows: Index, cols: Index, A: list[int], B: list[int]) -> list[tu
             left[u] -= mass
             left[v] -= mass
 
-    leaves = [v for v, k in enumerate(degree) if k == 1]
-    while leaves:
-        v = leaves.pop()
-        free = [k for k in at[v] if not used[k]]
-        if not free:
-            continue
-        used[free[0]] = True
-        send(*arcs[free[0]])
-        for end in arcs[free[0]]:
-            degree[end] -= 1
-            if degree[end] == 1:
-                leaves.append(end)
-    for k, ends in enumerate(arcs):
-        if not used[k]:
-            send(*ends)
+    steps = [k for _, k, _ in elimination(arcs, left)]
+    for k in [*steps, *sorted(set(range(len(arcs))) - set(steps))]:  # what lies on a cycle comes last
+        send(*arcs[k])
     for u, v in _corner(left, n):
         send(u, v)
     return flows

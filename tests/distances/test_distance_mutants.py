@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 
 from otattn.distances import bures_geodesic, covariance_distance, transport
 from otattn.distances.costs import pair_distances, pairwise_distances, power_mean
-from otattn.distances.double_double import _two_product
+from otattn.distances.double_double import two_product
 from otattn.measures import GaussianMeasure
 
 EPS = 2.0**-52
@@ -77,7 +77,7 @@ def test_products_are_error_free():
     """``a b = high + low`` exactly, for factors that use all their bits."""
     rng = np.random.default_rng(2)
     a, b = 1.0 + rng.random(5000), 1.0 + rng.random(5000)
-    high, low = _two_product(a, b)
+    high, low = two_product(a, b)
     for u, v, p, e in zip(a.tolist(), b.tolist(), high.tolist(), low.tolist(), strict=True):
         assert Fraction(p) + Fraction(e) == Fraction(u) * Fraction(v)
 

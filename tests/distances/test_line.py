@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
-from otattn.distances import monotone as line
-from otattn.distances import transport, wasserstein
-from otattn.distances.costs import pairwise_distances
-from otattn.distances.ground import scaled_cost
+from otattn.distances import line, transport, wasserstein
+from otattn.distances.costs import pairwise_distances, scaled_cost
 from otattn.distances.line import monotone_plan
 from otattn.distances.plan import feasible, marginals_agree
 from otattn.distances.transport import _interval

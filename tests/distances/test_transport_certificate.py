@@ -282,7 +282,7 @@ def test_plan_verify_refuses_what_was_tampered_with():
 
 
 def test_a_solver_that_stops_early_is_refused(monkeypatch):
-    monkeypatch.setattr("otattn.distances.simplex.MAX_PIVOTS", 3)
+    monkeypatch.setattr("otattn.distances.flows.MAX_PIVOTS", 3)
     rng = np.random.default_rng(0)
     with pytest.warns(UserWarning, match="numItermax"), pytest.raises(ConvergenceError, match="optimal plan"):
         transport(rng.normal(size=(50, 2)), rng.normal(size=(60, 2)))

@@ -7,10 +7,8 @@ from scipy.integrate import solve_ivp
 from otattn.attention import L2Attention, SinkhornAttention, SoftmaxAttention
 from otattn.dynamics import gaussian_limit, limit_rank_histogram
 from otattn.dynamics.gaussian_fields import L2Field, SoftmaxField
-from otattn.dynamics.gaussian_settling import follow
-from otattn.dynamics.limit_algebra import ranks_by_algebra
-from otattn.dynamics.low_rank_flow import low_rank_flow
-from otattn.dynamics.rosenbrock import rosenbrock_step
+from otattn.dynamics.gaussian_settling import follow, rosenbrock_step
+from otattn.dynamics.low_rank_flow import low_rank_flow, ranks_by_algebra
 from otattn.measures import GaussianMeasure
 
 SLOW_Q = np.array([1.2763, -1.4820, -0.6965])

@@ -20,8 +20,7 @@ from otattn.attention import (
 )
 from otattn.attention.jacobian import JacobianOperator
 from otattn.gradient_flow import check_gradient_flow, structure_table
-from otattn.gradient_flow.asymmetry import dense_asymmetry, operator_asymmetry
-from otattn.gradient_flow.mobility import mobility_defect
+from otattn.gradient_flow.asymmetry import dense_asymmetry, mobility_defect, operator_asymmetry
 from otattn.gradient_flow.report import VERDICTS
 from otattn.gradient_flow.twisted import twisted_field
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from otattn.errors import ConvergenceError
-from otattn.stability.inference import bootstrap_interval, endpoint
+from otattn.stability.result import bootstrap_interval, endpoint
 
 
 @pytest.mark.parametrize("statistic", ["mean", "median", 0.9, np.std])
@@ -32,7 +32,7 @@ def test_interval_of_a_mean_is_the_normal_one() -> None:
 def test_interval_does_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.random.default_rng(4).random(30)
     whole = bootstrap_interval(x, "mean", level=0.9, n_resamples=100, rng=np.random.default_rng(5))
-    monkeypatch.setattr("otattn.stability.inference._BATCH", 90)
+    monkeypatch.setattr("otattn.stability.result._BATCH", 90)
     assert bootstrap_interval(x, "mean", level=0.9, n_resamples=100, rng=np.random.default_rng(5)) == whole
 
 
