@@ -20,8 +20,7 @@ from otattn import _validate as check
 from otattn.attention import MaskedAttention
 from otattn.data import SampleLayer, load_layer, load_sample
 from otattn.errors import CertificateError, OtattnError
-from otattn.report.output import draw, prepare_folder, say, short_warnings, write_text
-from otattn.report.plain import to_json
+from otattn.report.output import draw, prepare_folder, say, short_warnings, to_json, write_text
 
 __all__ = ["main"]
 
