@@ -20,8 +20,7 @@ from otattn import _validate as check
 from otattn.attention import MaskedAttention
 from otattn.data import SampleLayer, load_layer, load_sample
 from otattn.errors import CertificateError, OtattnError
-from otattn.report.output import draw, prepare_folder, say, short_warnings, write_text
-from otattn.report.plain import to_json
+from otattn.report.output import draw, prepare_folder, say, short_warnings, to_json, write_text
 
 __all__ = ["main"]
 
@@ -29,7 +28,6 @@ _REFUSALS = (ValueError, TypeError, OSError, OtattnError, ArithmeticError, Memor
 """What bad input, or a machine too small for it, ends in; anything else is a fault of ours and shows its traceback."""
 
 
-_DEPTH = "Norms of the first 1, 2, ... layers of a model at real tokens, against products of the layers' own norms."
 _MODELS = "What a checkpoint holds: its family, its tensors, what is missing, and whether it can be opened."
 
 
@@ -65,18 +63,19 @@ def _fail(exc: BaseException, code: int) -> int:
     return code
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, received {text}")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number of at least ``least``."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, received {text}")
+        return value
+
+    return integer
 
 
-def _seed(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be non-negative, received {text}")
-    return value
+_positive = _at_least(1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,51 +86,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"otattn {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], None], text: str, *, files: str = "", of_model: bool = False
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run, name=name)
-        sub.add_argument("--tokens", metavar="FILE.npy", help="tokens (n, d) or windows (w, n, d)")
-        sub.add_argument(
-            "--weights",
-            metavar="FILE.npz",
-            help="query_weight, key_weight, value_weight, num_heads (and biases, output), or A and V; "
-            "the bundled real layer by default",
-        )
-        sub.add_argument("--seed", type=_seed, default=0, help="seed of every random draw (default 0)")
+        if not of_model:
+            sub.add_argument("--tokens", metavar="FILE.npy", help="tokens (n, d) or windows (w, n, d)")
+            sub.add_argument(
+                "--weights",
+                metavar="FILE.npz",
+                help="query_weight, key_weight, value_weight, num_heads (and biases, output), or A and V; "
+                "the bundled real layer by default",
+            )
+        sub.add_argument("--seed", type=_at_least(0), default=0, help="seed of every random draw (default 0)")
         sub.add_argument("--quiet", action="store_true", help="no progress bar")
+        sub.add_argument("--json", action="store_true", help="print the content as JSON")
+        needed = name == "report"
+        sub.add_argument("--out", required=needed, metavar="DIR", help=f"directory for {name}.json{files}")
         return sub
 
-    report = command("report", _report, "The main job: one report on a layer, with pictures.")
-    report.add_argument("--out", required=True, metavar="DIR", help="directory for report.md, report.json and PNGs")
+    report = command("report", _report, "The main job: one report on a layer, with pictures.", files=", .md and PNGs")
     report.add_argument("--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)")
-    report.add_argument("--json", action="store_true", help="also print the JSON content")
 
     stability = command("stability", _stability, "Stability constants W_p(F(mu), F(nu)) / W_p(mu, nu) of each head.")
     stability.add_argument("--p", type=float, default=2.0, help="order of the distance, in [1, inf] (default 2)")
     stability.add_argument("--pairs", type=_positive, default=50, help="number of pairs (default 50)")
     stability.add_argument("--n", type=_positive, default=32, help="tokens a measure (default 32)")
     stability.add_argument("--masked", action="store_true", help="causal attention in the conditional distance")
-    stability.add_argument("--json", action="store_true", help="print JSON")
-    stability.add_argument("--out", metavar="DIR", help="also write stability.json there")
 
-    local = command("local", _local, "Local Lipschitz constants of each head at its tokens.")
+    text = "Local Lipschitz constants of each head at its tokens."
+    local = command("local", _local, text, files=" (and local.png with --adversarial)")
     local.add_argument("--n", type=_positive, nargs="+", default=None, help="numbers of tokens (default 8 16 ... 128)")
     local.add_argument("--adversarial", action="store_true", help="also search adversarial tokens of the same norm")
-    local.add_argument("--json", action="store_true", help="print JSON")
-    local.add_argument("--out", metavar="DIR", help="also write local.json there (and local.png with --adversarial)")
 
-    bounds = command(
-        "bounds", _bounds, "Published and own bounds against n, with witnessed lower bounds and the ratio."
-    )
+    text = "Published and own bounds against n, with witnessed lower bounds and the ratio."
+    bounds = command("bounds", _bounds, text, files=" and bounds.png")
     bounds.add_argument("--head", type=int, default=0, help="head of the layer (default 0)")
     bounds.add_argument("--radius", type=float, default=None, help="token radius R (default: largest token norm)")
     bounds.add_argument("--n", type=_positive, nargs="+", default=[8, 64, 512], help="numbers of tokens")
     bounds.add_argument("--effort", choices=("fast", "deep"), default="fast", help="deep allows branch and bound")
-    bounds.add_argument("--json", action="store_true", help="print JSON")
-    bounds.add_argument("--out", metavar="DIR", help="also write bounds.json and bounds.png there")
 
-    depth = commands.add_parser("depth", help=_DEPTH, description=_DEPTH)
-    depth.set_defaults(run=_depth, name="depth")
+    text = "Norms of the first 1, 2, ... layers of a model at real tokens, against products of the layers' own norms."
+    depth = command("depth", _depth, text, files=" and depth.png", of_model=True)
     depth.add_argument("--model", required=True, metavar="PATH", help="a checkpoint or the folder of one")
     depth.add_argument(
         "--text", metavar="FILE", help="UTF-8 text whose first tokens are read (the bundled passage by default)"
@@ -143,28 +140,22 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--composed", action="store_true", help="leave out partial products that start later")
     depth.add_argument("--splitting", action="store_true", help="also the splitting part")
     depth.add_argument("--heads", type=_positive, default=None, help="number of heads where no configuration tells it")
-    depth.add_argument("--seed", type=_seed, default=0, help="seed of every random draw (default 0)")
-    depth.add_argument("--quiet", action="store_true", help="no progress bar")
-    depth.add_argument("--json", action="store_true", help="print JSON")
-    depth.add_argument("--out", metavar="DIR", help="also write depth.json and depth.png there")
 
     models = commands.add_parser("models", help=_MODELS, description=_MODELS)
     models.set_defaults(run=_models, name="models", out=None)
     models.add_argument("path", metavar="PATH", help="a checkpoint or the folder of one")
     models.add_argument("--json", action="store_true", help="print JSON")
 
-    flow = command("flow", _flow, "Tokens that follow the layer in depth: stability in time, radius, clusters.")
+    text = "Tokens that follow the layer in depth: stability in time, radius, clusters."
+    flow = command("flow", _flow, text, files=" and flow.png")
     flow.add_argument("--n", type=_positive, default=16, help="tokens of the first window (default 16)")
     flow.add_argument("--t-end", type=float, default=1.0, help="length of the time span (default 1)")
     flow.add_argument("--size", type=float, default=1e-3, help="displacement over the largest norm (default 1e-3)")
-    flow.add_argument("--json", action="store_true", help="print JSON")
-    flow.add_argument("--out", metavar="DIR", help="also write flow.json and flow.png there")
 
-    gradient = command("gradient-flow", _gradient_flow, "Which variant is a gradient flow, of which energy: defects.")
+    text = "Which variant is a gradient flow, of which energy: defects."
+    gradient = command("gradient-flow", _gradient_flow, text, files=" and gradient-flow.png")
     gradient.add_argument("--dim", type=_positive, default=3, help="dimension of the random tokens (default 3)")
     gradient.add_argument("--n", type=_positive, default=8, help="number of random tokens (default 8)")
-    gradient.add_argument("--json", action="store_true", help="print JSON")
-    gradient.add_argument("--out", metavar="DIR", help="also write gradient-flow.json and gradient-flow.png there")
     return parser
 
 
@@ -177,14 +168,17 @@ def _version() -> str:
         return "unknown"
 
 
-def _layer(options: argparse.Namespace) -> SampleLayer:
+def _layer(options: argparse.Namespace, *, instead: str | None = None) -> SampleLayer:
+    """The layer asked for; ``instead`` is an option in whose absence only its tokens are needed."""
+    spared = instead is not None and getattr(options, instead) is not None
     if options.weights is None:
         if options.tokens is not None:
             raise ValueError("--tokens needs --weights: give the layer that the tokens enter.")
         return load_sample()
-    if options.tokens is None:
-        raise ValueError("--weights needs --tokens: give the tokens that enter the layer.")
-    return load_layer(options.weights, options.tokens)
+    if options.tokens is None and not spared:
+        other = "" if instead is None else f" (or --{instead})"
+        raise ValueError(f"--weights needs --tokens{other}: give the tokens that enter the layer.")
+    return load_layer(options.weights, options.tokens, with_tokens=not spared)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -216,39 +210,30 @@ def _stability(options: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
     from otattn.report import LayerPairs
-    from otattn.stability import stability_study
 
     layer = _layer(options)
-    sampler = LayerPairs(layer.hidden_states, min(options.n, layer.hidden_states.shape[1]))
+    sampler = LayerPairs.of(layer, options.n)
     lines = [f"{'head':>4} {'certified':>10} {'largest':>10} {'median':>10}"]
     records = []
     children = np.random.SeedSequence(options.seed).spawn(len(layer.heads))
     for h, head in enumerate(tqdm(layer.heads, desc="heads", disable=options.quiet, leave=False)):
         attention = MaskedAttention(head) if options.masked else head
-        study = stability_study(
-            attention,
-            sampler,
-            n_pairs=options.pairs,
-            p=options.p,
-            rng=np.random.default_rng(children[h]),
-            progress=False,
-        )
-        best, median = study.best, study.quantile(0.5)
-        records.append({"head": h, "largest": best.value, "certified_lower": best.certified_lower, "median": median})
-        lines.append(f"{h:>4} {best.certified_lower:>10.4g} {best.value:>10.4g} {median:>10.4g}")
+        _, record = sampler.study(attention, n_pairs=options.pairs, p=options.p, seed=children[h])
+        records.append({"head": h, **record})
+        lines.append(f"{h:>4} " + " ".join(f"{record[k]:>10.4g}" for k in ("certified_lower", "largest", "median")))
     p: float | str = "inf" if options.p == float("inf") else options.p
     data = {"p": p, "n": sampler.n, "pairs": options.pairs, "masked": options.masked, "heads": records}
     _emit(options, data, lines)
 
 
 def _local(options: argparse.Namespace) -> None:
-    from otattn.lipschitz.local.growth import local_growth
+    from otattn.lipschitz.local.growth import local_growth, sizes_within
 
     layer = _layer(options)
-    length = layer.hidden_states.shape[1]
-    sizes = options.n or [n for n in (8, 16, 32, 64, 128) if n <= length] or [length]
+    sizes = options.n or sizes_within(layer.hidden_states.shape[1])
     growth = local_growth(layer.heads, layer.hidden_states, n_values=sizes, progress=not options.quiet)
-    lines = [f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes) + (" exponent" if len(sizes) > 1 else "")]
+    heading = f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes)
+    lines = [heading + (" exponent" if len(sizes) > 1 else "")]
     for h in range(len(layer.heads)):
         row = f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in growth.values[h].mean(axis=0))
         if len(sizes) > 1:
@@ -261,16 +246,10 @@ def _local(options: argparse.Namespace) -> None:
         from otattn.lipschitz.comparison import real_against_adversarial
 
         result = real_against_adversarial(
-            layer.heads,
-            layer.hidden_states,
-            n_values=sizes,
-            growth=growth,
-            rng=options.seed,
-            progress=not options.quiet,
+            layer.heads, layer.hidden_states, growth=growth, rng=options.seed, progress=not options.quiet
         )
         data = result.to_dict()
-        lines += ["", f"adversarial tokens of norm at most {result.radius:.4g}"]
-        lines += [f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes)]
+        lines += ["", f"adversarial tokens of norm at most {result.radius:.4g}", heading]
         lines += [f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in row) for h, row in enumerate(result.adversarial)]
         if len(sizes) > 1:
             from otattn.plotting import plot_real_against_adversarial
@@ -285,12 +264,7 @@ def _bounds(options: argparse.Namespace) -> None:
     from otattn.lipschitz.enclosure import enclosure_table
     from otattn.plotting import plot_enclosure
 
-    if options.weights is not None and options.tokens is None and options.radius is None:
-        raise ValueError("bounds needs --radius, or --tokens to take the largest norm from.")
-    if options.weights is not None:  # hidden states in the file of the weights serve for the radius only
-        layer = load_layer(options.weights, options.tokens, with_tokens=options.radius is None)
-    else:
-        layer = _layer(options)
+    layer = _layer(options, instead="radius")
     if not 0 <= options.head < len(layer.heads):
         raise ValueError(f"--head must be below {len(layer.heads)}, received {options.head}.")
     head = layer.heads[options.head]
@@ -302,19 +276,13 @@ def _bounds(options: argparse.Namespace) -> None:
     table = enclosure_table(
         reduced, radius=radius, n_values=[*options.n, None], rng=options.seed, effort=options.effort
     )
-    crossing = bounds.crossover(reduced, radius)
-    ln10 = float(np.log(10.0))
-    data = {
-        **table.to_dict(),
-        "head": options.head,
-        "radius": radius,
-        "log10_crossover_n": {"published": crossing.log_published / ln10, "ours": crossing.log_ours / ln10},
-    }
+    crossing = bounds.crossover(reduced, radius).log10
+    data = {**table.to_dict(), "head": options.head, "radius": radius, "log10_crossover_n": crossing}
     lines = [
         f"head {options.head}, R = {radius:.4g}, W_2",
         *str(table).splitlines(),
-        f"mean-field bound the smaller one from n = 10^{crossing.log_ours / ln10:.1f} "
-        f"(published pair: 10^{crossing.log_published / ln10:.1f})",
+        f"mean-field bound the smaller one from n = 10^{crossing['ours']:.1f} "
+        f"(published pair: 10^{crossing['published']:.1f})",
     ]
     _emit(options, data, lines, partial(plot_enclosure, table))
 

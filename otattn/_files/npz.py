@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
@@ -26,24 +25,9 @@ ALWAYS = 64 * 2**20
 """... or so many bytes. An archive that claims more than both claims what no layer needs."""
 _CHUNK = 2**20
 
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zipfile.LargeZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    OSError,
-    ValueError,
-    KeyError,
-    IndexError,
-    OverflowError,
-    SyntaxError,
-    TypeError,
-    UnicodeError,
-    NotImplementedError,  # a compression method that zipfile lacks
-    RuntimeError,  # an encrypted member
-    MemoryError,
-)
+_ARCHIVE = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError)
+_CONTENT = (OSError, ValueError, LookupError, OverflowError, TypeError, MemoryError)
+_DAMAGE = (*_ARCHIVE, *_CONTENT, RuntimeError)  # an encrypted member, or compressed as zipfile cannot
 
 _KINDS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x93NUMPY", "one array (.npy)", "save named arrays with numpy.savez"),
@@ -238,7 +222,6 @@ def _one_error(file: Path, what: str) -> Iterator[None]:
         raise
     except _DAMAGE as exc:
         raise ValueError(
-            f"{file} must be {what}, but reading it failed ({type(exc).__name__}: {exc}); it is "
-            "damaged or incomplete, "
+            f"{file} must be {what}, but reading it failed ({type(exc).__name__}: {exc}); it is damaged or incomplete, "
             "copy or write it again."
         ) from exc

@@ -173,8 +173,7 @@ def _check_shapes(
     matrices = [key for key in MATRICES if key in arrays]
     if weights and matrices:
         raise ValueError(
-            f"the file must hold either layer weights or the matrices A and V, received {weights} "
-            f"and {matrices}; "
+            f"the file must hold either layer weights or the matrices A and V, received {weights} and {matrices}; "
             "drop one of the two."
         )
     wanted = MATRICES if matrices else (*PROJECTIONS, "num_heads")
@@ -207,8 +206,7 @@ def _check_shapes(
         )
     if token_ids is not None and (token_ids.dtype.kind not in "iu" or token_ids.size != tokens.size // d):
         raise ValueError(
-            f"token_ids must hold one integer a token, {tokens.shape[:-1]}, received "
-            f"{token_ids.dtype} of shape "
+            f"token_ids must hold one integer a token, {tokens.shape[:-1]}, received {token_ids.dtype} of shape "
             f"{token_ids.shape}; drop it or write it again."
         )
 
@@ -224,8 +222,7 @@ def _windows(tokens: NDArray[Any] | None, name: str, d: int) -> Array:
 def _head_count(value: NDArray[Any]) -> int:
     if value.size != 1 or value.dtype.kind not in "iu" or not 1 <= value.item() <= MAX_HEADS:
         raise ValueError(
-            f"num_heads must be one integer from 1 to {MAX_HEADS}, received "
-            f"{np.array2string(value, threshold=4)} "
+            f"num_heads must be one integer from 1 to {MAX_HEADS}, received {np.array2string(value, threshold=4)} "
             f"of dtype {value.dtype}; write it again."
         )
     return int(value.item())
@@ -240,8 +237,7 @@ def _check_weights(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
             raise ValueError(f"{key} must have 2 dimensions, none of them 0, received shape {arrays[key].shape}.")
     if K.shape != Q.shape:
         raise ValueError(
-            f"key_weight must have the shape {Q.shape} of query_weight, received {K.shape}; repeat "
-            "the keys and values "
+            f"key_weight must have the shape {Q.shape} of query_weight, received {K.shape}; repeat the keys and values "
             "of grouped-query attention once a query head."
         )
     if V.shape[1] != Q.shape[1]:
@@ -280,8 +276,7 @@ def _check_matrices(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
     stacked = len(A) == len(V) == 3 and arrays["A"].ndim == arrays["V"].ndim and A[0] == V[0]
     if not stacked or 0 in (*A, *V) or A[0] > MAX_HEADS or not A[1] == A[2] == V[2]:
         raise ValueError(
-            "A and V must be one matrix each, (d, d) and (e, d), or stacked, (h, d, d) and (h, e, "
-            "d), received "
+            "A and V must be one matrix each, (d, d) and (e, d), or stacked, (h, d, d) and (h, e, d), received "
             f"{arrays['A'].shape} and {arrays['V'].shape}; stack them with numpy.stack."
         )
     h, e, d = V

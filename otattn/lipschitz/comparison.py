@@ -17,7 +17,7 @@ from otattn.attention import SoftmaxAttention
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import local_lipschitz
-from otattn.lipschitz.lower.best import Method, adversarial_tokens
+from otattn.lipschitz.lower.best import Method, adversarial_tokens, two_anchor_tokens
 from otattn.measures import DiscreteMeasure
 
 
@@ -26,8 +26,8 @@ def adversarial_head_tokens(
     n: int,
     radius: float,
     *,
-    method: Method = "two-anchor",
-    rng: np.random.Generator | int = 0,
+    method: Method | None = None,
+    rng: np.random.Generator | np.random.SeedSequence | int = 0,
 ) -> DiscreteMeasure:
     """Adversarial tokens of a head of low rank, searched in the span of its factors and lifted back.
 
@@ -40,11 +40,15 @@ def adversarial_head_tokens(
     n : int
     radius : float
         Largest token norm.
-    method, rng
-        As for :func:`otattn.adversarial_tokens`.
+    method : str, optional
+        Of :func:`otattn.adversarial_tokens`; by default "two-anchor" where the head has two anchors, else "ascent".
+    rng
+        As there, or the seed of it.
     """
     reduced, basis = reduced_head(head)
-    found = adversarial_tokens(reduced, n=n, radius=radius, method=method, rng=rng)
+    found = two_anchor_tokens(reduced, n=n, radius=radius, rng=rng) if method is None else None
+    if found is None:
+        found = adversarial_tokens(reduced, n=n, radius=radius, method=method or "ascent", rng=check.rng_from(rng))
     return found if basis is None else DiscreteMeasure(found.points @ basis.T, found.weights)
 
 

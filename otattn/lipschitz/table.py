@@ -111,6 +111,11 @@ class Crossover(Result):
     log_published: float
     log_ours: float
 
+    @property
+    def log10(self) -> dict[str, float]:
+        """Both as powers of ten."""
+        return {"published": self.log_published / math.log(10.0), "ours": self.log_ours / math.log(10.0)}
+
 
 def crossover(attention: AttentionMap, radius: float) -> Crossover:
     """Where the mean-field bound becomes the smaller one, published ([CAP24] against [GLPR23]) and ours.

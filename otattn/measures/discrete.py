@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +14,7 @@ from otattn import _validate as check
 from otattn._files.saved import Saved
 from otattn._linalg import row_norms
 
-__all__ = ["DiscreteMeasure", "as_discrete"]
+__all__ = ["Atoms", "DiscreteMeasure", "as_discrete"]
 
 COUNT_TOL = 1e-6
 """How far ``n`` times a weight may lie from a whole number of tokens."""
@@ -21,8 +22,52 @@ DIGITS = 4.0 * float(np.finfo(np.float64).eps)
 """The same relative to the number: weights are rounded when they are made and when their sum is divided out."""
 
 
+class Atoms(Saved):
+    """What measures of atoms have in common: ``points (n, d)`` with ``weights (n,)``."""
+
+    points: NDArray[np.float64]
+    weights: NDArray[np.float64]
+
+    @property
+    def n(self) -> int:
+        """Number of atoms."""
+        return int(self.points.shape[0])
+
+    @property
+    def dim(self) -> int:
+        """Dimension d of the space."""
+        return int(self.points.shape[1])
+
+    def radius(self, center: ArrayLike | None = None) -> float:
+        """Largest ``|x_i - center|`` over atoms of positive weight (center 0 by default); an OverflowError beyond float64."""
+        c = np.zeros(self.dim) if center is None else check.vector(center, "center", size=self.dim)
+        with np.errstate(over="ignore"):
+            out = float(row_norms(self.points[self.weights > 0] - c).max())
+        if out == np.inf:
+            raise OverflowError("the radius must fit in float64; scale the points down.")
+        return out
+
+    def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> Self:
+        """The image under a map ``(n, d) -> (n, e)`` applied to all atoms at once; weights and times are kept."""
+        y = check.points(f(self.points), "f(points)")
+        if len(y) != self.n:
+            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
+        return self._with_points(y)
+
+    def _with_points(self, points: NDArray[np.float64]) -> Self:
+        """The same weights (and times) on other atoms, kept to the bit."""
+        out = copy(self)
+        object.__setattr__(out, "points", check.frozen(points))
+        return out
+
+    def support(self) -> Self:
+        """The same measure without its atoms of zero weight."""
+        keep = self.weights > 0
+        return self if keep.all() else type(self)(**{name: part[keep] for name, part in vars(self).items()})
+
+
 @dataclass(frozen=True, eq=False, init=False)
-class DiscreteMeasure(Saved):
+class DiscreteMeasure(Atoms):
     """A probability measure ``mu = sum_i w_i delta_{x_i}`` on R^d.
 
     Parameters
@@ -60,16 +105,6 @@ class DiscreteMeasure(Saved):
         return cls(x, check.check_weights(weights, len(x), normalise=True))
 
     @property
-    def n(self) -> int:
-        """Number of atoms."""
-        return int(self.points.shape[0])
-
-    @property
-    def dim(self) -> int:
-        """Dimension d of the space."""
-        return int(self.points.shape[1])
-
-    @property
     def is_uniform(self) -> bool:
         """True when all weights are equal."""
         return bool((self.weights == self.weights[0]).all())
@@ -86,34 +121,6 @@ class DiscreteMeasure(Saved):
         if not np.isfinite(out).all():
             raise OverflowError("the covariance must fit in float64; scale the points down.")
         return out
-
-    def radius(self, center: ArrayLike | None = None) -> float:
-        """Largest ``|x_i - center|`` over atoms of positive weight (center 0 by default); an OverflowError beyond float64."""
-        c = np.zeros(self.dim) if center is None else check.vector(center, "center", size=self.dim)
-        with np.errstate(over="ignore"):
-            out = float(row_norms(self.points[self.weights > 0] - c).max())
-        if out == np.inf:
-            raise OverflowError("the radius must fit in float64; scale the points down.")
-        return out
-
-    def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> DiscreteMeasure:
-        """``f_# mu`` for a map ``(n, d) -> (n, e)`` applied to all atoms at once; the weights are kept."""
-        y = check.points(f(self.points), "f(points)")
-        if len(y) != self.n:
-            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
-        return self._with_points(y)
-
-    def _with_points(self, points: NDArray[np.float64]) -> DiscreteMeasure:
-        """The same weights on other atoms; keeps the weights to the bit."""
-        out = object.__new__(DiscreteMeasure)
-        object.__setattr__(out, "points", check.frozen(points))
-        object.__setattr__(out, "weights", self.weights)
-        return out
-
-    def support(self) -> DiscreteMeasure:
-        """The same measure without its atoms of zero weight."""
-        keep = self.weights > 0
-        return self if keep.all() else DiscreteMeasure(self.points[keep], self.weights[keep])
 
     def merge_duplicates(self) -> DiscreteMeasure:
         """The same measure with equal atoms merged, in order of first appearance."""

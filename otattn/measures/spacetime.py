@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn._files.saved import Saved
-from otattn.measures.discrete import DiscreteMeasure
+from otattn.measures.discrete import Atoms, DiscreteMeasure
 
 __all__ = ["SpaceTimeMeasure", "as_spacetime"]
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class SpaceTimeMeasure(Saved):
+class SpaceTimeMeasure(Atoms):
     """A probability measure ``sum_i w_i delta_{(t_i, x_i)}`` on ``[0, 1] x R^d``.
 
     Parameters
@@ -53,16 +51,6 @@ class SpaceTimeMeasure(Saved):
         x = check.points(X, "X")
         return cls(np.arange(1, len(x) + 1) / len(x), x)
 
-    @property
-    def n(self) -> int:
-        """Number of atoms."""
-        return int(self.points.shape[0])
-
-    @property
-    def dim(self) -> int:
-        """Dimension d of the space."""
-        return int(self.points.shape[1])
-
     def space_marginal(self) -> DiscreteMeasure:
         """The marginal on R^d."""
         return DiscreteMeasure(self.points, self.weights)
@@ -74,30 +62,6 @@ class SpaceTimeMeasure(Saved):
         return t, np.asarray(
             np.bincount(inverse.ravel(), weights=self.weights[live], minlength=len(t)), dtype=np.float64
         )
-
-    def radius(self, center: ArrayLike | None = None) -> float:
-        """Largest ``|x_i - center|`` over atoms of positive weight."""
-        return self.space_marginal().radius(center)
-
-    def support(self) -> SpaceTimeMeasure:
-        """The same measure without its atoms of zero weight."""
-        keep = self.weights > 0
-        return self if keep.all() else SpaceTimeMeasure(self.times[keep], self.points[keep], self.weights[keep])
-
-    def pushforward(self, f: Callable[[NDArray[np.float64]], ArrayLike]) -> SpaceTimeMeasure:
-        """Image under ``(t, x) -> (t, f(x))``, with f applied to all atoms at once."""
-        y = check.points(f(self.points), "f(points)")
-        if len(y) != self.n:
-            raise ValueError(f"f must keep the number of points, received {len(y)} images for {self.n} atoms.")
-        return self._with_points(y)
-
-    def _with_points(self, points: NDArray[np.float64]) -> SpaceTimeMeasure:
-        """The same times and weights on other atoms, kept to the bit."""
-        out = object.__new__(SpaceTimeMeasure)
-        object.__setattr__(out, "times", self.times)
-        object.__setattr__(out, "points", check.frozen(points))
-        object.__setattr__(out, "weights", self.weights)
-        return out
 
     def __repr__(self) -> str:
         return f"SpaceTimeMeasure(n={self.n}, dim={self.dim}, times={len(self.time_marginal()[0])})"

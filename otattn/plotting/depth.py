@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from otattn.lipschitz.local.depth import DepthProfile
-from otattn.plotting.style import COLORS, axes, expect
+from otattn.plotting.style import COLORS, axes, expect, finished
 
 __all__ = ["plot_depth"]
 
@@ -51,7 +51,4 @@ def plot_depth(profile: DepthProfile, *, ax: Any = None) -> Any:
     ax.set_yscale("log")
     step = max(1, -(-len(depth) // 12))
     ax.set_xticks(depth[::step], [str(d) for d in depth[::step]])
-    ax.set_xlabel("depth (number of stages)")
-    ax.set_ylabel(f"local constant in W_2 at n = {profile.mu.n} tokens")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="depth (number of stages)", ylabel=f"local constant in W_2 at n = {profile.mu.n} tokens")

@@ -9,7 +9,9 @@ import numpy as np
 
 from otattn.lipschitz.comparison import RealAgainstAdversarial
 from otattn.lipschitz.enclosure import EnclosureTable
-from otattn.plotting.style import COLORS, axes, expect
+from otattn.lipschitz.local.growth import fit_exponent
+from otattn.plotting.growth import against_tokens
+from otattn.plotting.style import COLORS, axes, expect, finished
 
 __all__ = ["plot_enclosure", "plot_head_enclosures", "plot_real_against_adversarial"]
 
@@ -36,12 +38,13 @@ def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
         if r[table.parameter] is None:
             ax.axhline(r["upper"], color=COLORS["blue"], ls=":", lw=1.2, label="upper bound, any measure")
             ax.axhline(r["lower"], color=COLORS["green"], ls=":", lw=1.2, label="lower bound, any measure")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("number of tokens n" if table.parameter == "n" else "radius R of the token ball")
-    ax.set_ylabel("Lipschitz constant in W_p")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(
+        ax,
+        xscale="log",
+        yscale="log",
+        xlabel="number of tokens n" if table.parameter == "n" else "radius R of the token ball",
+        ylabel="Lipschitz constant in W_p",
+    )
 
 
 def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Any = None) -> Any:
@@ -59,10 +62,12 @@ def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Any = None)
     ax.plot(x, real, color=COLORS["orange"], marker="o", ms=4, ls="", label="local constant at real tokens")
     ax.set_yscale("log")
     ax.set_xticks(x, [str(r["head"]) for r in rows])
-    ax.set_xlabel("head")
-    ax.set_ylabel("Lipschitz constant in W_2")
-    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return ax
+    return finished(
+        ax,
+        legend={"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
+        xlabel="head",
+        ylabel="Lipschitz constant in W_2",
+    )
 
 
 def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = None) -> Any:
@@ -74,8 +79,6 @@ def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = N
         ("real tokens", result.growth.values.mean(axis=1), "blue", "sky"),
         ("adversarial tokens", result.adversarial, "red", "orange"),
     )
-    from otattn.lipschitz.local.growth import fit_exponent
-
     for name, values, strong, light in groups:
         for row in values:
             ax.plot(n, row, color=COLORS[light], lw=0.7, alpha=0.8)
@@ -84,10 +87,4 @@ def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = N
         low, high = fit.interval()
         label = f"{name}: n^{fit.exponent:.2f} [{low:.2f}, {high:.2f}]"
         ax.plot(n, mean, color=COLORS[strong], lw=2, marker="o", ms=4, label=label)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(n, [f"{int(v)}" for v in n])
-    ax.set_xlabel("number of tokens n")
-    ax.set_ylabel("local Lipschitz constant in W_2")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return against_tokens(ax, n)

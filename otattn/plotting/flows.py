@@ -15,7 +15,7 @@ from otattn.dynamics.mean_field_limit import MeanFieldLimit
 from otattn.dynamics.polytope import LimitPolytope
 from otattn.dynamics.residual import DepthConvergence
 from otattn.dynamics.trajectory import Trajectory
-from otattn.plotting.style import COLORS, axes, expect
+from otattn.plotting.style import COLORS, axes, expect, finished
 
 __all__ = [
     "animate_flow",
@@ -40,12 +40,8 @@ def axes_3d(ax: Any = None, *, figsize: tuple[float, float] = (5.6, 5.2)) -> Any
             raise ValueError("ax must be three-dimensional axes, received plane ones; make them with projection='3d'.")
         return ax
     import mpl_toolkits.mplot3d  # noqa: F401  (registers the projection)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=figsize, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure.add_subplot(projection="3d")
+    return axes(None, figsize=figsize, projection="3d")
 
 
 def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
@@ -76,8 +72,7 @@ def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
     sizes = _sizes(trajectory)
     if trajectory.dim == 1:
         ax.plot(trajectory.times, X[:, :, 0], color=COLORS["blue"], lw=0.9, alpha=0.8)
-        ax.set_xlabel("time t")
-        ax.set_ylabel("token x")
+        ax.set(xlabel="time t", ylabel="token x")
         return ax
     ax.plot(X[:, :, 0], X[:, :, 1], color=COLORS["sky"], lw=0.8, alpha=0.8, zorder=1)
     ax.scatter(
@@ -91,10 +86,7 @@ def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
     )
     ax.scatter(*X[-1].T, s=sizes, color=COLORS["red"], lw=0, zorder=3, label=f"t = {trajectory.times[-1]:.3g}")
     ax.set_aspect("equal", adjustable="datalim")
-    ax.set_xlabel("first coordinate")
-    ax.set_ylabel("second coordinate")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="first coordinate", ylabel="second coordinate")
 
 
 def plot_sphere_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
@@ -141,17 +133,9 @@ def plot_cluster_counts(history: ClusterHistory, *, ax: Any = None) -> Any:
     ax.step(history.times, history.counts, where="post", color=COLORS["blue"], lw=1.8)
     long = sorted(history.plateaus()[:-1], key=lambda p: p.duration, reverse=True)[:3]
     for k, p in enumerate(long):
-        ax.plot(
-            [p.start, p.stop],
-            [p.count, p.count],
-            color=COLORS["orange"],
-            lw=5,
-            alpha=0.5,
-            solid_capstyle="butt",
-            label="longest plateaus" if k == 0 else None,
-        )
-    ax.set_xlabel("time t")
-    ax.set_ylabel(f"clusters (linked below {history.tol:.2g})")
+        label = "longest plateaus" if k == 0 else None
+        ax.hlines(p.count, p.start, p.stop, color=COLORS["orange"], lw=5, alpha=0.5, label=label)
+    ax.set(xlabel="time t", ylabel=f"clusters (linked below {history.tol:.2g})")
     ax.set_ylim(0, 1.08 * max(int(history.counts.max()), 1))
     if long:
         ax.legend(fontsize=8, frameon=False)
@@ -212,10 +196,9 @@ def plot_flow_stability(stability: FlowStability, *, ax: Any = None) -> Any:
     if highest > 100.0 * max(top, 1e-3):
         ax.set_yscale("symlog", linthresh=max(1.0, top))
     ax.axhline(0.0, color=COLORS["grey"], lw=0.6)
-    ax.set_xlabel("time t")
-    ax.set_ylabel(f"log10 of W_{stability.p:g}(mu_t, nu_t) / W_{stability.p:g}(mu_0, nu_0)")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(
+        ax, xlabel="time t", ylabel=f"log10 of W_{stability.p:g}(mu_t, nu_t) / W_{stability.p:g}(mu_0, nu_0)"
+    )
 
 
 def plot_depth_convergence(study: DepthConvergence, *, ax: Any = None) -> Any:
@@ -226,10 +209,7 @@ def plot_depth_convergence(study: DepthConvergence, *, ax: Any = None) -> Any:
     ax.loglog(study.depths, study.errors, color=COLORS["blue"], marker="o", ms=4, lw=0, label="network against flow")
     line = fit.prefactor * study.depths**fit.exponent
     ax.loglog(study.depths, line, color=COLORS["orange"], lw=1.5, label=f"fitted order {study.order:.3f} in 1/L")
-    ax.set_xlabel("depth L")
-    ax.set_ylabel("root mean square distance at the end")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="depth L", ylabel="root mean square distance at the end")
 
 
 def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Any = None) -> Any:
@@ -246,11 +226,8 @@ def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Any = None) -> Any:
     ax.loglog(study.n_values, line, color=COLORS["orange"], lw=1.8, label=label)
     ax.set_xticks(study.n_values, [f"{int(n)}" for n in study.n_values])
     ax.minorticks_off()
-    ax.set_xlabel("number of tokens n")
     what = "moments (Bures-Wasserstein)" if study.reference == "gaussian" else "particles (W_2)"
-    ax.set_ylabel(f"distance at t = {study.time:g}, {what}")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="number of tokens n", ylabel=f"distance at t = {study.time:g}, {what}")
 
 
 def animate_flow(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from otattn.dynamics.gaussian_trajectory import GaussianTrajectory
 from otattn.dynamics.limit_rank import RankHistogram
 from otattn.plotting.flows import axes_3d
-from otattn.plotting.style import COLORS, axes, expect
+from otattn.plotting.style import COLORS, axes, expect, finished
 
 __all__ = [
     "plot_covariance_cone",
@@ -62,9 +62,7 @@ def plot_covariance_cone(
         ax.plot(*points.T, color=color, lw=1.0)
         ax.scatter(*points[:1].T, s=14, facecolors="white", edgecolors=color, depthshade=False)
         ax.scatter(*points[-1:].T, s=14, color=color, depthshade=False)
-    ax.set_xlabel("a - b")
-    ax.set_ylabel("2c")
-    ax.set_zlabel("a + b")
+    ax.set(xlabel="a - b", ylabel="2c", zlabel="a + b")
     return ax
 
 
@@ -89,11 +87,8 @@ def plot_shape_disc(trajectories: GaussianTrajectory | Iterable[GaussianTrajecto
             ax.scatter(x[:1], y[:1], s=12, facecolors="white", edgecolors=COLORS["grey"], zorder=3)
             ax.scatter(x[-1:], y[-1:], s=16, color=COLORS[color], zorder=4)
     ax.set_aspect("equal")
-    ax.set_xlabel("(a - b) / (a + b)")
-    ax.set_ylabel("2c / (a + b)")
-    ax.set_ylim(-1.06, 1.3)
-    ax.legend(fontsize=8, frameon=False, loc="upper center", ncols=2)
-    return ax
+    place = {"loc": "upper center", "ncols": 2}
+    return finished(ax, legend=place, xlabel="(a - b) / (a + b)", ylabel="2c / (a + b)", ylim=(-1.06, 1.3))
 
 
 def plot_covariance_ellipses(trajectory: GaussianTrajectory, *, count: int = 8, ax: Any = None) -> Any:
@@ -116,10 +111,7 @@ def plot_covariance_ellipses(trajectory: GaussianTrajectory, *, count: int = 8, 
             label=f"t = {trajectory.times[k]:.3g}" if i in (0, len(index) - 1) else None,
         )
     ax.set_aspect("equal", adjustable="datalim")
-    ax.set_xlabel("first coordinate")
-    ax.set_ylabel("second coordinate")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="first coordinate", ylabel="second coordinate")
 
 
 def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, ax: Any = None) -> Any:
@@ -146,10 +138,7 @@ def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, 
             x, h.counts - settled, width, bottom=settled, color=color, alpha=0.45, hatch="///", edgecolor="white", lw=0
         )
     ax.set_xticks(range(top + 1))
-    ax.set_xlabel("rank of the limit")
-    ax.set_ylabel("number of draws")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="rank of the limit", ylabel="number of draws")
 
 
 def _plane(trajectories: GaussianTrajectory | Iterable[GaussianTrajectory]) -> list[GaussianTrajectory]:

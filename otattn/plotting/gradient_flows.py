@@ -9,7 +9,7 @@ import numpy as np
 from otattn.gradient_flow.convexity import DisplacementConvexity
 from otattn.gradient_flow.dissipation import EnergyDissipation
 from otattn.gradient_flow.table import StructureTable
-from otattn.plotting.style import COLORS, axes, expect
+from otattn.plotting.style import COLORS, axes, expect, finished
 
 __all__ = ["plot_displacement_convexity", "plot_energy_dissipation", "plot_structure_table"]
 
@@ -38,12 +38,9 @@ def plot_energy_dissipation(result: EnergyDissipation, *, ax: Any = None) -> Any
     ax.plot(
         result.times, change, color=COLORS["red"], ls="none", marker="o", ms=6, mfc="none", label="change of energy"
     )
-    ax.set_xlabel("time t of the flow")
-    ax.set_ylabel(f"E(mu_t) - E(mu_0){unit}")
     way = "ascent" if result.coefficient > 0 else "descent"
     ax.set_title(f"{type(result.energy).__name__}, {way}: largest relative gap {result.defect:.1e}", fontsize=10)
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="time t of the flow", ylabel=f"E(mu_t) - E(mu_0){unit}")
 
 
 def plot_structure_table(table: StructureTable, *, ax: Any = None) -> Any:
@@ -97,9 +94,6 @@ def plot_displacement_convexity(result: DisplacementConvexity, *, ax: Any = None
     at = float(np.interp(result.time, t, e))
     label = f"least second derivative, {result.least:.3g} W²"
     ax.plot([result.time], [at], color=COLORS["red"], ls="none", marker="o", ms=6, label=label)
-    ax.set_xlabel("time t along the geodesic from mu to nu")
-    ax.set_ylabel("energy E(mu_t)")
     pairs = "one geodesic" if result.n_pairs == 1 else f"most violating of {result.n_pairs} geodesics"
     ax.set_title(f"{type(result.energy).__name__}: {pairs}", fontsize=10)
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="time t along the geodesic from mu to nu", ylabel="energy E(mu_t)")

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from otattn.lipschitz.local.growth import LocalGrowth
-from otattn.plotting.style import COLORS, axes, expect
+from otattn.plotting.style import COLORS, axes, expect, finished
 
 __all__ = ["plot_crossover", "plot_local_growth"]
 
@@ -33,27 +34,23 @@ def plot_local_growth(
     n = growth.n_values
     per_head = growth.values.mean(axis=1)
     for k, values in enumerate(per_head):
-        ax.plot(
-            n,
-            values,
-            color=COLORS["sky"],
-            lw=0.8,
-            alpha=0.8,
-            label="one head, mean over windows" if k == 0 else None,
-        )
+        label = "one head, mean over windows" if k == 0 else None
+        ax.plot(n, values, color=COLORS["sky"], lw=0.8, alpha=0.8, label=label)
     mean = np.exp(np.log(np.maximum(growth.values, 1e-300)).mean(axis=(0, 1)))
     fit = growth.mean_exponent()
     label = f"geometric mean, fitted growth n^({fit.exponent:.2f} ± {fit.standard_error:.2f})"
     ax.plot(n, mean, color=COLORS["blue"], marker="o", ms=4, lw=2, label=label)
     for (name, values), color in zip((bounds or {}).items(), ("red", "orange", "purple", "green"), strict=False):
         ax.plot(n, values, color=COLORS[color], ls="--", lw=1.5, label=name)
+    return against_tokens(ax, n)
+
+
+def against_tokens(ax: Any, n: Sequence[float] | NDArray[np.float64]) -> Any:
+    """The end of a picture of local constants against the numbers of tokens ``n``: both axes in logarithms."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(n, [f"{int(v)}" for v in n])
-    ax.set_xlabel("number of tokens n")
-    ax.set_ylabel("local Lipschitz constant in W_2")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="number of tokens n", ylabel="local Lipschitz constant in W_2")
 
 
 def plot_crossover(
@@ -93,7 +90,4 @@ def plot_crossover(
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
             fontsize=8,
         )
-    ax.set_xlabel("log10 of the number of tokens n")
-    ax.set_ylabel("log10 of the W_2 Lipschitz bound")
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="log10 of the number of tokens n", ylabel="log10 of the W_2 Lipschitz bound")

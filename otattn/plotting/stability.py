@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.plotting.style import COLORS, axes
+from otattn.plotting.style import COLORS, axes, finished
 from otattn.stability.result import StabilityStudy
 
 __all__ = ["plot_stability"]
@@ -64,11 +64,8 @@ def plot_stability(
             ax.plot([x, x], [q1, q3], color=COLORS[color], lw=5, solid_capstyle="butt", alpha=0.6)
             ax.plot([x], [r.max()], color=COLORS[color], marker="o", ms=4, label=metric if i == 0 else None)
     ax.set_xticks(range(count), names if labels is None else labels)
-    ax.set_xlabel("attention map")
-    ax.set_ylabel("W_p(F(mu), F(nu)) / W_p(mu, nu)")
     ax.set_ylim(bottom=0)
-    ax.legend(fontsize=8, frameon=False)
-    return ax
+    return finished(ax, xlabel="attention map", ylabel="W_p(F(mu), F(nu)) / W_p(mu, nu)")
 
 
 def _metric(ratios: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COLORS", "axes", "expect", "save"]
+__all__ = ["COLORS", "axes", "expect", "finished", "save"]
 
 # Okabe and Ito's palette: distinguishable with every common colour blindness
 COLORS = {
@@ -20,7 +21,7 @@ COLORS = {
 }
 
 
-def axes(ax: Any = None, *, figsize: tuple[float, float] = (6.4, 4.2)) -> Any:
+def axes(ax: Any = None, *, figsize: tuple[float, float] = (6.4, 4.2), projection: str | None = None) -> Any:
     """``ax`` itself, or the axes of a new figure (made without pyplot, so nothing has to be closed)."""
     if ax is not None:
         return ax
@@ -29,9 +30,17 @@ def axes(ax: Any = None, *, figsize: tuple[float, float] = (6.4, 4.2)) -> Any:
 
     figure = Figure(figsize=figsize, layout="constrained")
     FigureCanvasAgg(figure)
-    out = figure.add_subplot()
-    out.spines[["top", "right"]].set_visible(False)
+    out = figure.add_subplot(projection=projection)
+    if projection is None:
+        out.spines[["top", "right"]].set_visible(False)
     return out
+
+
+def finished(ax: Any, *, legend: Mapping[str, Any] | None = None, **properties: Any) -> Any:
+    """``ax`` with its labels and scales set, and a legend: the end of a picture."""
+    ax.set(**properties)
+    ax.legend(fontsize=8, frameon=False, **(legend or {}))
+    return ax
 
 
 DRAWN_BY = {

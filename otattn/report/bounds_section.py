@@ -36,13 +36,10 @@ def _curves(
         "published, n tokens": [log10_of(bounds.castin2024_discrete(head, radius=radius, n=n)) for n in sizes],
         "ours, n tokens": [log10_of(bounds.row_bound(head, radius=radius, n=n)) for n in sizes],
     }
-    ours = min(
-        log10_of(bounds.column_bound(head, radius=radius)),
-        log10_of(bounds.density_bound(head, radius=radius)),
-    )
+    ours = (bounds.column_bound(head, radius=radius), bounds.density_bound(head, radius=radius))
     mean_field = {
         "published, any measure": log10_of(bounds.geshkovski2024_mean_field(head, radius=radius)),
-        "ours, any measure": ours,
+        "ours, any measure": min(map(log10_of, ours)),
     }
     return discrete, mean_field
 
@@ -54,27 +51,17 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
     records: list[dict[str, Any]] = []
     for h, head in enumerate(layer.heads):
         discrete, mean_field = _curves(head, radius, [math.log10(n)])
-        crossing = bounds.crossover(head, radius)
+        crossing = bounds.crossover(head, radius).log10
         record: dict[str, Any] = {
             "head": h,
             "norm_A_times_radius_squared": float(np.linalg.norm(head.A, 2)) * radius**2,
             "log10_discrete": {name: values[0] for name, values in discrete.items()},
             "log10_mean_field": mean_field,
-            "log10_crossover_n": {
-                "published": crossing.log_published / math.log(10.0),
-                "ours": crossing.log_ours / math.log(10.0),
-            },
+            "log10_crossover_n": crossing,
         }
         records.append(record)
-        rows.append(
-            [
-                str(h),
-                number(record["norm_A_times_radius_squared"]),
-                *(_power(values[0]) for values in discrete.values()),
-                *(_power(value) for value in mean_field.values()),
-                *(_power(value) for value in record["log10_crossover_n"].values()),
-            ]
-        )
+        powers = [*record["log10_discrete"].values(), *mean_field.values(), *crossing.values()]
+        rows.append([str(h), number(record["norm_A_times_radius_squared"]), *map(_power, powers)])
         advance()
     crossings = records[0]["log10_crossover_n"]
     grid = np.linspace(0.0, max(3.0, 1.1 * max(crossings.values())), GRID).tolist()
@@ -86,10 +73,8 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
         ax.set_title(f"head 0, R = {radius:.1f}", fontsize=10)
         return ax
 
-    header = ["head", "||A|| R^2"]
-    header += (
-        [f"{name.split(',')[0]}, n = {n}" for name in curves] + list(levels) + [f"crossover n, {k}" for k in crossings]
-    )
+    header = ["head", "||A|| R^2", *(f"{name.split(',')[0]}, n = {n}" for name in curves), *levels]
+    header += [f"crossover n, {name}" for name in crossings]
     lines = [
         f"W_2 Lipschitz bounds on the ball of radius R = {radius:.2f}: for n = {n} tokens (grows like the square root of n), "
         "for any measure (mean-field, no n but exponential in ||A|| R^2), and the number of tokens from which the "

@@ -15,8 +15,7 @@ from otattn.report.enclosure_section import enclosure_section
 from otattn.report.flow_section import flow_section
 from otattn.report.gradient_flow_section import gradient_flow_section
 from otattn.report.local_section import local_section
-from otattn.report.output import draw, prepare_folder, write_text
-from otattn.report.plain import to_json
+from otattn.report.output import draw, prepare_folder, to_json, write_text
 from otattn.report.section import Section
 from otattn.report.stability_section import stability_section
 

@@ -13,7 +13,6 @@ from otattn.lipschitz.bound import Bound, Enclosure
 from otattn.lipschitz.comparison import adversarial_head_tokens
 from otattn.lipschitz.enclosure import published_upper
 from otattn.lipschitz.local.growth import LocalGrowth
-from otattn.lipschitz.lower.best import Method
 from otattn.lipschitz.lower.clusters import cluster_constant
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball
@@ -27,34 +26,25 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
     """Enclosures over the ball of the largest token norm, for as many tokens as a window has."""
     n = layer.hidden_states.shape[1]
     radius = float(growth.radii.max())
-    method: Method = "two-anchor" if n >= 3 else "ascent"
     children = np.random.SeedSequence(seed).spawn(len(layer.heads))
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
     for h, head in enumerate(layer.heads):
-        try:
-            witness = adversarial_head_tokens(head, n, radius, method=method, rng=np.random.default_rng(children[h]))
-        except ValueError:  # no two anchors: A or V is zero across every gradient
-            witness = adversarial_head_tokens(head, n, radius, method="ascent", rng=np.random.default_rng(children[h]))
+        witness = adversarial_head_tokens(head, n, radius, rng=children[h])
         value = cluster_constant(head, witness, n=n)
         source = "local constant at adversarial tokens"
         lower = Bound(value, "lower", source, 2.0, Ball(radius), n, witness, attention=head)
         enclosure = Enclosure(lower, lipschitz_upper_bound(head, radius=radius, n=n))
         paper = published_upper(head, radius=radius, n=n)
-        real = float(growth.values[h, :, -1].mean())
-        published = math.nan if paper is None else paper.value
-        record: dict[str, Any] = {
-            "head": h,
-            "real": real,
+        values = {
+            "real": float(growth.values[h, :, -1].mean()),
             "lower": enclosure.lower.value,
             "upper": enclosure.upper.value,
             "ratio": enclosure.ratio,
-            "published": published,
-            "upper_by": enclosure.upper.name,
+            "published": math.nan if paper is None else paper.value,
         }
-        records.append(record)
-        cells = [number(record[k]) for k in ("real", "lower", "upper", "ratio", "published")]
-        rows.append([str(h), *cells, enclosure.upper.name])
+        records.append({"head": h, **values, "upper_by": enclosure.upper.name})
+        rows.append([str(h), *map(number, values.values()), enclosure.upper.name])
         advance()
     ratios = [r["ratio"] for r in records if math.isfinite(r["ratio"])]
     mean = math.exp(float(np.log(ratios).mean())) if ratios else math.nan

@@ -9,7 +9,7 @@ import numpy as np
 
 from otattn.data import SampleLayer
 from otattn.lipschitz import bounds
-from otattn.lipschitz.local.growth import LocalGrowth, local_growth
+from otattn.lipschitz.local.growth import LocalGrowth, local_growth, sizes_within
 from otattn.plotting import plot_local_growth
 from otattn.report.section import Section, number, table
 
@@ -19,7 +19,7 @@ __all__ = ["local_section"]
 def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGrowth]:
     """Particle and splitting parts for the first n tokens of each window, exponents, and the published bound at the same radius."""
     length = layer.hidden_states.shape[1]
-    sizes = [n for n in (8, 16, 32, 64, 128) if n <= length] or [length]
+    sizes = sizes_within(length)
     parts = []
     for head in layer.heads:
         parts.append(local_growth([head], layer.hidden_states, n_values=sizes))
@@ -38,21 +38,11 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
     for h in range(len(layer.heads)):
         fit = growth.exponent(h) if len(sizes) > 1 else None
         mean = growth.values[h].mean(axis=0)
-        rows.append(
-            [
-                str(h),
-                *(number(v) for v in mean),
-                "-" if fit is None else f"{fit.exponent:.2f} ± {fit.standard_error:.2f}",
-                number(published[h, -1]),
-                number(published[h, -1] / mean[-1]),
-            ]
-        )
+        growing = "-" if fit is None else f"{fit.exponent:.2f} ± {fit.standard_error:.2f}"
+        paper = published[h, -1]
+        rows.append([str(h), *map(number, mean), growing, number(paper), number(paper / mean[-1])])
     pictures: dict[str, Any] = {}
-    data: dict[str, Any] = {
-        **growth.to_dict(),
-        "published_discrete": published.tolist(),
-        "ball_radius": radius,
-    }
+    data: dict[str, Any] = {**growth.to_dict(), "published_discrete": published.tolist(), "ball_radius": radius}
     if len(sizes) > 1:
         fit = growth.mean_exponent()
         data["mean_exponent"] = {"exponent": fit.exponent, "standard_error": fit.standard_error}
@@ -65,6 +55,8 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
         )
     else:
         headline = "One size only, no growth fitted."
+    columns = [f"n = {n}" for n in sizes]
+    header = ["head", *columns, "growth exponent", f"published, {columns[-1]}", "published / real"]
     lines = [
         "Local W_2 Lipschitz constant at the first n tokens of each window, mean over windows (exact, singular values "
         f"of the analytic Jacobian), and the published bound for n tokens in the ball of radius R = {radius:.2f} "
@@ -72,15 +64,6 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
         "",
         headline,
         "",
-        *table(
-            [
-                "head",
-                *(f"n = {n}" for n in sizes),
-                "growth exponent",
-                f"published, n = {sizes[-1]}",
-                "published / real",
-            ],
-            rows,
-        ),
+        *table(header, rows),
     ]
     return Section("Local constants", lines, data, pictures), growth

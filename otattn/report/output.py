@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import pathlib
 import sys
@@ -13,7 +14,9 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-__all__ = ["draw", "prepare_folder", "say", "short_warnings", "write_text"]
+from otattn._tabular import plain
+
+__all__ = ["draw", "prepare_folder", "say", "short_warnings", "to_json", "write_text"]
 
 Picture = Callable[[], Any]
 """Draws when it is called, and returns the axes."""
@@ -49,6 +52,11 @@ def prepare_folder(out: str | PathLike[str], files: Collection[str] = (), *, nam
             except OSError as exc:
                 raise ValueError(f"{name} must be a folder where {file} can be written, received {exc}.") from exc
     return folder
+
+
+def to_json(data: Any) -> str:
+    """``data`` as JSON text; ``inf`` and ``nan``, which JSON lacks, are written as strings."""
+    return json.dumps(plain(data), indent=1, allow_nan=False)
 
 
 def write_text(folder: pathlib.Path, file: str, text: str) -> None:
@@ -96,7 +104,7 @@ def say(text: str) -> None:
     try:
         text.encode(encoding)
     except UnicodeError:
-        for sign, plain in _PLAIN.items():
-            text = text.replace(sign, plain)
+        for sign, ascii_sign in _PLAIN.items():
+            text = text.replace(sign, ascii_sign)
         text = text.encode(encoding, "backslashreplace").decode(encoding)
     print(text)

@@ -28,8 +28,6 @@ def number(value: float | None, digits: int = 4) -> str:
         return "-"
     if value != value:
         return "n/a"
-    if value in (float("inf"), float("-inf")):
-        return "inf"
     return f"{value:.{digits}g}"
 
 

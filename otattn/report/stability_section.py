@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import MaskedAttention
+from otattn.attention import AttentionMap, MaskedAttention
 from otattn.data import SampleLayer
 from otattn.plotting import plot_stability
+from otattn.plotting.style import finished
 from otattn.report.section import Section, number, table
-from otattn.stability import stability_study
+from otattn.stability import StabilityStudy, stability_study
 
 __all__ = ["LayerPairs", "stability_section"]
 
@@ -28,6 +29,11 @@ class LayerPairs:
     n: int
     size: float = 1e-2
 
+    @classmethod
+    def of(cls, layer: SampleLayer, n: int) -> LayerPairs:
+        """Runs of n tokens of the layer's windows, fewer where those are shorter."""
+        return cls(layer.hidden_states, min(n, layer.hidden_states.shape[1]))
+
     def __call__(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         first = self._run(rng)
         second = self._run(rng)
@@ -41,10 +47,19 @@ class LayerPairs:
         start = int(rng.integers(length - self.n + 1))
         return np.asarray(self.windows[int(rng.integers(windows)), start : start + self.n])
 
+    def study(
+        self, attention: AttentionMap, *, n_pairs: int, p: float, seed: np.random.SeedSequence
+    ) -> tuple[StabilityStudy, dict[str, float]]:
+        """The study of a map on such pairs, and its numbers by name."""
+        rng = np.random.default_rng(seed)
+        study = stability_study(attention, self, n_pairs=n_pairs, p=p, rng=rng, progress=False)
+        best, median = study.best, study.quantile(0.5)
+        return study, {"largest": best.value, "certified_lower": best.certified_lower, "median": median}
+
 
 def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, advance: Any) -> Section:
     """Largest ratio, its certified lower value and a bootstrap interval, for W_1, W_2 and the conditional W_2."""
-    sampler = LayerPairs(layer.hidden_states, min(n, layer.hidden_states.shape[1]))
+    sampler = LayerPairs.of(layer, n)
     rows, records = [], []
     ratios: dict[str, list[Any]] = {"W_1": [], "W_2": [], "conditional W_2, masked": []}
     children = np.random.SeedSequence(seed).spawn(3 * len(layer.heads))
@@ -53,27 +68,11 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
         cells = [str(h)]
         cases = (("W_1", head, 1), ("W_2", head, 2), ("conditional W_2, masked", MaskedAttention(head), 2))
         for k, (name, attention, p) in enumerate(cases):
-            study = stability_study(
-                attention,
-                sampler,
-                n_pairs=n_pairs,
-                p=p,
-                rng=np.random.default_rng(children[3 * h + k]),
-                progress=False,
-            )
+            study, values = sampler.study(attention, n_pairs=n_pairs, p=p, seed=children[3 * h + k])
             low, high = study.confidence_interval(statistic="median")
             ratios[name].append(study.ratios)
-            record[name] = {
-                "largest": study.best.value,
-                "certified_lower": study.best.certified_lower,
-                "median": study.quantile(0.5),
-                "interval_of_the_median": [low, high],
-            }
-            cells += [
-                number(study.best.certified_lower),
-                number(study.quantile(0.5)),
-                f"[{low:.3f}, {high:.3f}]",
-            ]
+            record[name] = {**values, "interval_of_the_median": [low, high]}
+            cells += [number(values["certified_lower"]), number(values["median"]), f"[{low:.3f}, {high:.3f}]"]
             advance()
         rows.append(cells)
         records.append(record)
@@ -93,11 +92,5 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
         "Stability constants",
         lines,
         {"n": sampler.n, "n_pairs": n_pairs, "heads": records},
-        {"stability.png": lambda: _picture(ratios, len(layer.heads))},
+        {"stability.png": lambda: finished(plot_stability(ratios, labels=[r[0] for r in rows]), xlabel="head")},
     )
-
-
-def _picture(ratios: dict[str, list[Any]], heads: int) -> Any:
-    ax = plot_stability(ratios, labels=[str(h) for h in range(heads)])
-    ax.set_xlabel("head")
-    return ax

@@ -169,3 +169,22 @@ def test_two_tokens_are_compared_without_two_anchors() -> None:
     found = oa.real_against_adversarial(heads, rng.normal(size=(2, 4, 3)), n_values=(2, 3))
     assert found.adversarial.shape == (1, 2)
     assert (found.adversarial > 0.0).all()
+
+
+def test_a_head_without_two_anchors_gets_its_tokens_by_ascent() -> None:
+    seed = np.random.SeedSequence(3)
+    rng = np.random.default_rng(5)
+    cases = (
+        (rng.standard_normal((2, 2)), np.eye(2), 6, "two-anchor"),
+        (-np.eye(1), np.eye(1), 6, "ascent"),
+        (-np.eye(2), np.eye(2), 2, "ascent"),
+    )
+    for A, V, n, method in cases:
+        head = oa.SoftmaxAttention(A, V)
+        chosen = adversarial_head_tokens(head, n, 2.0, rng=seed)
+        asked = adversarial_head_tokens(head, n, 2.0, method=method, rng=seed)
+        assert np.array_equal(chosen.points, asked.points)
+        assert np.array_equal(chosen.weights, asked.weights)
+        if method == "ascent":
+            with pytest.raises(ValueError, match="two anchors"):
+                adversarial_head_tokens(head, n, 2.0, method="two-anchor", rng=seed)

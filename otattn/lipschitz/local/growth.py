@@ -129,6 +129,11 @@ class LocalGrowth(Result):
         }
 
 
+def sizes_within(length: int) -> list[int]:
+    """Numbers of tokens that are measured in windows of a length."""
+    return [n for n in (8, 16, 32, 64, 128) if n <= length] or [length]
+
+
 def local_growth(
     heads: Sequence[AttentionMap],
     windows: ArrayLike,

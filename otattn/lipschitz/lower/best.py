@@ -91,11 +91,25 @@ def adversarial_tokens(
         return _best_tokens(problem, generator)[0]
     if attention.causal:
         _check_length(problem)
-    candidates = _structured(problem, method, generator)
+    return _steepest(problem, _structured(problem, method, generator))
+
+
+def two_anchor_tokens(
+    attention: AttentionMap, *, n: int, radius: float, rng: np.random.Generator | np.random.SeedSequence | int
+) -> Any:
+    """The tokens of the method "two-anchor" of :func:`adversarial_tokens`, None where the map has no two anchors."""
+    problem = problem_of(attention, radius=radius, n=check.count(n, "n"))
+    candidates = _anchored(problem, check.rng_from(rng))
+    return None if candidates is None else _steepest(problem, candidates)
+
+
+def _steepest(problem: Problem, candidates: Candidates) -> Any:
+    """The best candidate as a measure, for a causal map as a sequence."""
+    causal = problem.attention.causal
     top = candidates.best(evaluate(problem.unmasked, candidates), 1)
-    order = np.argsort(top.log_weights[0], kind="stable") if attention.causal else slice(None)
+    order = np.argsort(top.log_weights[0], kind="stable") if causal else slice(None)
     measure = Layout(problem, _kind(problem)).measure(top.latents[0][order], top.log_weights[0][order])
-    return measure if attention.causal else measure.merge_duplicates()
+    return measure if causal else measure.merge_duplicates()
 
 
 def _kind(problem: Problem) -> Literal["measure", "slice", "sequence"]:
@@ -113,6 +127,13 @@ def _check_length(problem: Problem) -> None:
         )
 
 
+def _anchored(problem: Problem, rng: np.random.Generator) -> Candidates | None:
+    """Clusters with two anchors, None where no head has any."""
+    found = [witnesses.two_anchor(problem, f, rng) for f in problem.forms]
+    batches = [b for b in found if b is not None]
+    return Candidates.join(batches) if batches else None
+
+
 def _structured(problem: Problem, method: str, rng: np.random.Generator) -> Candidates:
     """The candidates of one structured method."""
     n, name = problem.tokens, type(problem.attention).__name__
@@ -121,15 +142,14 @@ def _structured(problem: Problem, method: str, rng: np.random.Generator) -> Cand
             f"method {method!r} needs softmax, L2 or multi-head attention of these, received {name}; use method='ascent'."
         )
     if method == "two-anchor":
-        found = [witnesses.two_anchor(problem, f, rng) for f in problem.forms]
-        batches = [b for b in found if b is not None]
-        if not batches:
+        anchored = _anchored(problem, rng)
+        if anchored is None:
             raise ValueError(
                 "method 'two-anchor' needs n >= 3, tokens of dimension 2 at least, A and V with V u != 0 for some u orthogonal "
                 "to A z, and logits of the domain that exceed a token's own by log(n / 2), or two anchors are not seen among "
                 f"the others; received n = {n} and dimension {problem.chart.latent_dim}; use method='best'."
             )
-        return Candidates.join(batches)
+        return anchored
     if not isinstance(problem.attention.unmasked, SoftmaxAttention) or n < 2:
         raise ValueError(
             f"method {method!r} needs single-head softmax attention and n >= 2, received {name} and n = {n}; "
