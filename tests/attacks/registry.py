@@ -35,6 +35,7 @@ RESULTS = re.compile(
 SPACES = {"": oa, "bounds.": oa.bounds, "relaxations.": oa.relaxations, "lipschitz.": lipschitz}
 
 NO_PROMISE = {
+    "from_torch": "an attention map, checked against the forward pass of its module when it is made",
     "fit_exponent": "a least squares fit",
     "real_against_adversarial": "a table of local_lipschitz at tokens of adversarial_tokens",
     "mean_field_limit": "distances to a Gaussian flow by Gelbrich's formula, averaged over samples",
