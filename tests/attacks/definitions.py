@@ -255,7 +255,7 @@ def mean_norm(eps, w, p):
     return top * ((w * (size / top[:, None]) ** p).sum(-1)) ** (1 / p)
 
 
-def operator_norm(J, w, p, rounds=25):
+def operator_norm(J, w, p, rounds=25, starts=2):
     """A value from below of the norm of J on ``L^p(w)``, and a direction that attains it; exact for p = 2."""
     B, n, e, _, d = J.shape
     if p == 2:
@@ -265,25 +265,25 @@ def operator_norm(J, w, p, rounds=25):
         return sigma[:, 0], Vt[:, 0].reshape(B, n, d) / s[:, :, None]
     if p == 1:  # a share of one atom moves
         blocks = np.moveaxis(J * (w[:, :, None, None, None] / w[:, None, None, :, None]), 3, 1)
-        value, u = sum_of_norms(blocks, rounds)
+        value, u = sum_of_norms(blocks, rounds, starts)
         best, eps = value.argmax(1), np.zeros((B, n, d))
         eps[np.arange(B), best] = u[np.arange(B), best]
         return value.max(1), eps
     if np.isinf(p):  # one image decides: the dual of its row
         blocks = np.transpose(J, (0, 1, 3, 4, 2))
-        value, u = sum_of_norms(blocks, rounds)
+        value, u = sum_of_norms(blocks, rounds, starts)
         best = value.argmax(1)
         back = np.einsum("bjde,be->bjd", blocks[np.arange(B), best], u[np.arange(B), best])
         return value.max(1), back / np.maximum(np.linalg.norm(back, axis=-1, keepdims=True), 1e-300)
     return _power(J, w, p, rounds)
 
 
-def sum_of_norms(blocks, rounds=25):
-    """``max_{|u| = 1} sum_k |B_k u|`` for ``(..., k, r, c)`` by the fixed point that never falls, from two starts."""
+def sum_of_norms(blocks, rounds=25, starts=2):
+    """``max_{|u| = 1} sum_k |B_k u|`` for ``(..., k, r, c)`` by the fixed point that never falls, from singular vectors."""
     flat = blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
     top = np.linalg.svd(flat, full_matrices=False)[2]
     best, where = np.full(blocks.shape[:-3], -1.0), None
-    for start in range(min(2, top.shape[-2])):
+    for start in range(min(starts, top.shape[-2])):
         u = top[..., start, :]
         for _ in range(rounds):
             y = np.einsum("...krc,...c->...kr", blocks, u)

@@ -40,7 +40,7 @@ def at_witness(q: Problem, witness: Any, n: int | None, p: float) -> float:
         counts = np.rint(w * n).astype(int)
         X, w = np.repeat(X, counts, axis=0), np.full(counts.sum(), 1.0 / counts.sum())
     map = replace(q.map, times=None if times is None else tuple(times))
-    value, _ = operator_norm(jacobian(map, X[None], w[None]), w[None], p, rounds=200)
+    value, _ = operator_norm(jacobian(map, X[None], w[None]), w[None], p, rounds=400, starts=99)
     if n is not None and n > EXPAND and times is None:
         fields = field_jacobian(map, X[None], np.arange(len(X)), X[None], w[None])
         many = w * n > 1.5
@@ -177,7 +177,8 @@ def local(rng: np.random.Generator) -> Outcome:
         found = asked(lambda: oa.local_lipschitz(q.ours, mu, p=q.p))
         own = at_witness(q, mu, None, q.p)
         tol = 1e-6 if any(h.kind == "sinkhorn" for h in q.map.heads) or q.p != 2 else 1e-8
-        if found.lower <= own * (1 + tol) + 1e-300 and own <= found.upper * (1 + tol) + 1e-300:
+        # the complex steps of the reference leave their own square where the derivative is zero
+        if found.lower <= own * (1 + tol) + 1e-300 and own <= found.upper * (1 + tol) + 1e-50:
             return Outcome(name, q.kind, "held", 1, share=1.0)
         return Outcome(
             name,
