@@ -40,7 +40,7 @@ def test_the_slope_is_that_of_the_constant(name, domain):
     assert checked >= 2
 
 
-@pytest.mark.parametrize("name", ["network-bert", "network-llama"])
+@pytest.mark.parametrize("name", [pytest.param("network-bert", marks=pytest.mark.slow), "network-llama"])
 def test_the_ascent_beats_random_tokens(name):
     rng = np.random.default_rng(0)
     attention = MAPS[name](rng)
@@ -48,5 +48,5 @@ def test_the_ascent_beats_random_tokens(name):
     assert np.linalg.norm(mu.points, axis=1).max() <= 2.0
     found = oa.local_lipschitz(attention, mu).value
     draws = oa.samplers.sequence_pairs(4, D, 2.0) if attention.causal else oa.samplers.uniform_ball_pairs(4, D, 2.0)
-    drawn = [oa.local_lipschitz(attention, draws(rng)[0]).value for _ in range(50)]
+    drawn = [oa.local_lipschitz(attention, draws(rng)[0]).value for _ in range(12)]
     assert found > 1.5 * max(drawn)
