@@ -5,10 +5,10 @@ Exit codes: 0 when the work is done, 2 on bad input, 3 when a certificate failed
 
 from __future__ import annotations
 
-import argparse
 import os
 import pathlib
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from otattn import _validate as check
+from otattn._arguments import parser
 from otattn.attention import MaskedAttention
 from otattn.data import SampleLayer, load_layer, load_sample
 from otattn.errors import CertificateError, OtattnError
@@ -28,19 +29,15 @@ _REFUSALS = (ValueError, TypeError, OSError, OtattnError, ArithmeticError, Memor
 """What bad input, or a machine too small for it, ends in; anything else is a fault of ours and shows its traceback."""
 
 
-_MODELS = "What a checkpoint holds: its family, its tensors, what is missing, and whether it can be opened."
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         # many small products: threads inside each would only wait for one another
         with threadpool_limits(limits=1, user_api="blas"), short_warnings():
             if options.out is not None:
                 prepare_folder(options.out, [f"{options.name}.json"], name="--out")
-            options.run(options)
+            _COMMANDS[options.name](options)
             sys.stdout.flush()
     except CertificateError as exc:
         return _fail(exc, 3)
@@ -63,112 +60,7 @@ def _fail(exc: BaseException, code: int) -> int:
     return code
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    """Reads a whole number of at least ``least``."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, received {text}")
-        return value
-
-    return integer
-
-
-_positive = _at_least(1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="otattn",
-        description="Measure and certify how stable attention is in the geometry of optimal transport.",
-    )
-    parser.add_argument("--version", action="version", version=f"otattn {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    def command(
-        name: str, run: Callable[[argparse.Namespace], None], text: str, *, files: str = "", of_model: bool = False
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run, name=name)
-        if not of_model:
-            sub.add_argument("--tokens", metavar="FILE.npy", help="tokens (n, d) or windows (w, n, d)")
-            sub.add_argument(
-                "--weights",
-                metavar="FILE.npz",
-                help="query_weight, key_weight, value_weight, num_heads (and biases, output), or A and V; "
-                "the bundled real layer by default",
-            )
-        sub.add_argument("--seed", type=_at_least(0), default=0, help="seed of every random draw (default 0)")
-        sub.add_argument("--quiet", action="store_true", help="no progress bar")
-        sub.add_argument("--json", action="store_true", help="print the content as JSON")
-        needed = name == "report"
-        sub.add_argument("--out", required=needed, metavar="DIR", help=f"directory for {name}.json{files}")
-        return sub
-
-    report = command("report", _report, "The main job: one report on a layer, with pictures.", files=", .md and PNGs")
-    report.add_argument("--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)")
-
-    stability = command("stability", _stability, "Stability constants W_p(F(mu), F(nu)) / W_p(mu, nu) of each head.")
-    stability.add_argument("--p", type=float, default=2.0, help="order of the distance, in [1, inf] (default 2)")
-    stability.add_argument("--pairs", type=_positive, default=50, help="number of pairs (default 50)")
-    stability.add_argument("--n", type=_positive, default=32, help="tokens a measure (default 32)")
-    stability.add_argument("--masked", action="store_true", help="causal attention in the conditional distance")
-
-    text = "Local Lipschitz constants of each head at its tokens."
-    local = command("local", _local, text, files=" (and local.png with --adversarial)")
-    local.add_argument("--n", type=_positive, nargs="+", default=None, help="numbers of tokens (default 8 16 ... 128)")
-    local.add_argument("--adversarial", action="store_true", help="also search adversarial tokens of the same norm")
-
-    text = "Published and own bounds against n, with witnessed lower bounds and the ratio."
-    bounds = command("bounds", _bounds, text, files=" and bounds.png")
-    bounds.add_argument("--head", type=int, default=0, help="head of the layer (default 0)")
-    bounds.add_argument("--radius", type=float, default=None, help="token radius R (default: largest token norm)")
-    bounds.add_argument("--n", type=_positive, nargs="+", default=[8, 64, 512], help="numbers of tokens")
-    bounds.add_argument("--effort", choices=("fast", "deep"), default="fast", help="deep allows branch and bound")
-
-    text = "Norms of the first 1, 2, ... layers of a model at real tokens, against products of the layers' own norms."
-    depth = command("depth", _depth, text, files=" and depth.png", of_model=True)
-    depth.add_argument("--model", required=True, metavar="PATH", help="a checkpoint or the folder of one")
-    depth.add_argument(
-        "--text", metavar="FILE", help="UTF-8 text whose first tokens are read (the bundled passage by default)"
-    )
-    depth.add_argument("--tokens", metavar="FILE.npy", help="token indices (n,) or (w, n), in place of a text")
-    depth.add_argument("--other", metavar="FILE", help="a second text: distances of the two, layer by layer")
-    depth.add_argument("--n", type=_positive, default=32, help="number of tokens (default 32)")
-    depth.add_argument("--layers", type=_positive, default=None, help="only the first so many layers")
-    depth.add_argument("--composed", action="store_true", help="leave out partial products that start later")
-    depth.add_argument("--splitting", action="store_true", help="also the splitting part")
-    depth.add_argument("--heads", type=_positive, default=None, help="number of heads where no configuration tells it")
-
-    models = commands.add_parser("models", help=_MODELS, description=_MODELS)
-    models.set_defaults(run=_models, name="models", out=None)
-    models.add_argument("path", metavar="PATH", help="a checkpoint or the folder of one")
-    models.add_argument("--json", action="store_true", help="print JSON")
-
-    text = "Tokens that follow the layer in depth: stability in time, radius, clusters."
-    flow = command("flow", _flow, text, files=" and flow.png")
-    flow.add_argument("--n", type=_positive, default=16, help="tokens of the first window (default 16)")
-    flow.add_argument("--t-end", type=float, default=1.0, help="length of the time span (default 1)")
-    flow.add_argument("--size", type=float, default=1e-3, help="displacement over the largest norm (default 1e-3)")
-
-    text = "Which variant is a gradient flow, of which energy: defects."
-    gradient = command("gradient-flow", _gradient_flow, text, files=" and gradient-flow.png")
-    gradient.add_argument("--dim", type=_positive, default=3, help="dimension of the random tokens (default 3)")
-    gradient.add_argument("--n", type=_positive, default=8, help="number of random tokens (default 8)")
-    return parser
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("otattn")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _layer(options: argparse.Namespace, *, instead: str | None = None) -> SampleLayer:
+def _layer(options: Namespace, *, instead: str | None = None) -> SampleLayer:
     """The layer asked for; ``instead`` is an option in whose absence only its tokens are needed."""
     spared = instead is not None and getattr(options, instead) is not None
     if options.weights is None:
@@ -181,7 +73,7 @@ def _layer(options: argparse.Namespace, *, instead: str | None = None) -> Sample
     return load_layer(options.weights, options.tokens, with_tokens=not spared)
 
 
-def _report(options: argparse.Namespace) -> None:
+def _report(options: Namespace) -> None:
     from otattn.report import build_report
 
     layer = _layer(options)
@@ -194,9 +86,7 @@ def _report(options: argparse.Namespace) -> None:
         say(f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s")
 
 
-def _emit(
-    options: argparse.Namespace, data: dict[str, Any], lines: list[str], picture: Callable[[], Any] | None = None
-) -> None:
+def _emit(options: Namespace, data: dict[str, Any], lines: list[str], picture: Callable[[], Any] | None = None) -> None:
     """Write and print the numbers, then draw."""
     out = None if options.out is None else prepare_folder(options.out, name="--out")
     if out is not None:
@@ -206,7 +96,7 @@ def _emit(
         draw(picture, out / f"{options.name}.png")
 
 
-def _stability(options: argparse.Namespace) -> None:
+def _stability(options: Namespace) -> None:
     from tqdm.auto import tqdm
 
     from otattn.report import LayerPairs
@@ -226,7 +116,7 @@ def _stability(options: argparse.Namespace) -> None:
     _emit(options, data, lines)
 
 
-def _local(options: argparse.Namespace) -> None:
+def _local(options: Namespace) -> None:
     from otattn.lipschitz.local.growth import local_growth, sizes_within
 
     layer = _layer(options)
@@ -258,7 +148,7 @@ def _local(options: argparse.Namespace) -> None:
     _emit(options, data, lines, picture)
 
 
-def _bounds(options: argparse.Namespace) -> None:
+def _bounds(options: Namespace) -> None:
     from otattn.lipschitz import bounds
     from otattn.lipschitz.comparison import reduced_head
     from otattn.lipschitz.enclosure import enclosure_table
@@ -287,7 +177,7 @@ def _bounds(options: argparse.Namespace) -> None:
     _emit(options, data, lines, partial(plot_enclosure, table))
 
 
-def _depth(options: argparse.Namespace) -> None:
+def _depth(options: Namespace) -> None:
     from otattn.plotting import plot_depth
     from otattn.report.depth import profile_of
 
@@ -296,14 +186,14 @@ def _depth(options: argparse.Namespace) -> None:
     _emit(options, profile.to_dict(), [*str(profile).splitlines(), heading], partial(plot_depth, profile))
 
 
-def _models(options: argparse.Namespace) -> None:
+def _models(options: Namespace) -> None:
     from otattn.report.contents import contents_of, contents_text
 
     data = contents_of(pathlib.Path(options.path))
     _emit(options, data, contents_text(data))
 
 
-def _flow(options: argparse.Namespace) -> None:
+def _flow(options: Namespace) -> None:
     from otattn.plotting import plot_flow_stability
     from otattn.report.flow_section import gaussian_rows, perturbed_flows, token_flow_rows
 
@@ -326,7 +216,7 @@ def _flow(options: argparse.Namespace) -> None:
     _emit(options, data, lines, partial(plot_flow_stability, drift))
 
 
-def _gradient_flow(options: argparse.Namespace) -> None:
+def _gradient_flow(options: Namespace) -> None:
     from otattn.gradient_flow import check_gradient_flow, structure_table
     from otattn.plotting import plot_structure_table
 
@@ -345,6 +235,18 @@ def _gradient_flow(options: argparse.Namespace) -> None:
         lines += ["", f"the given layer on its first {options.n} tokens: {found.verdict}"]
         lines += [f"  {name} defect {value:.2e}" for name, value in found.defects.items() if value is not None]
     _emit(options, data, lines, partial(plot_structure_table, variants))
+
+
+_COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "report": _report,
+    "stability": _stability,
+    "local": _local,
+    "bounds": _bounds,
+    "depth": _depth,
+    "models": _models,
+    "flow": _flow,
+    "gradient-flow": _gradient_flow,
+}
 
 
 if __name__ == "__main__":
