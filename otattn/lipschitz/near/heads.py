@@ -214,4 +214,4 @@ def _second(heads: list[HeadAtTokens]) -> tuple[float, dict[str, float]]:
 
 
 def _shares(found: Hessian) -> dict[str, float]:
-    return {"others": found.others, "own": 2.0 * found.own, "both": found.both}
+    return {"others": found.others, "own": found.own}
