@@ -7,11 +7,11 @@ files and tokenizing need the extra ``models``.
 from otattn.attention.feed_forward import FeedForward
 from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint, NpzCheckpoint
 from otattn.models.config import ModelConfig
-from otattn.models.gguf_file import GGUFCheckpoint
+from otattn.models.formats.gguf_file import GGUFCheckpoint
+from otattn.models.formats.safetensors_file import SafetensorsCheckpoint, ShardedCheckpoint
 from otattn.models.heads import Projections
 from otattn.models.layer import ModelLayer
 from otattn.models.load import load_model, open_checkpoint, random
-from otattn.models.safetensors_file import SafetensorsCheckpoint, ShardedCheckpoint
 from otattn.models.text import locate, read_text, text_windows
 from otattn.models.tokenizer import load_tokenizer
 from otattn.models.transformer import Transformer

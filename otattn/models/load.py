@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint, NpzCheckpoint
 from otattn.models.config import Config, configure, read_config
-from otattn.models.decoders import DECODERS, GGUF
-from otattn.models.encoders import ENCODERS
+from otattn.models.families.decoders import DECODERS
+from otattn.models.families.encoders import ENCODERS
+from otattn.models.families.gguf import GGUF
 from otattn.models.family import Family, side_size
 from otattn.models.files import existing, foreign, is_folder, named_path
-from otattn.models.gguf_file import GGUFCheckpoint
-from otattn.models.safetensors_file import SafetensorsCheckpoint, ShardedCheckpoint
+from otattn.models.formats.gguf_file import GGUFCheckpoint
+from otattn.models.formats.safetensors_file import SafetensorsCheckpoint, ShardedCheckpoint
 from otattn.models.transformer import Transformer
 
 __all__ = ["FAMILIES", "family_of", "load_model", "open_checkpoint", "random"]
@@ -62,8 +63,8 @@ def load_model(source: Source | Any, *, config: Config = None, num_heads: int | 
     Notes
     -----
     Families, by ``model_type``: bert (MiniLM among them), roberta, xlm-roberta, electra, distilbert, modernbert, vit, deit, t5
-    (its encoder); gpt2, opt, gpt_neox, llama, mistral, qwen2, qwen3, gemma2, gpt_oss. GGUF files hold the llama type; their
-    quantised weights are what is measured.
+    (its encoder); gpt2, opt, gpt_neox, llama, mistral, qwen2, qwen3, gemma2, gpt_oss. GGUF files hold llama (Mistral
+    among them), qwen2, qwen3, gemma2 or gpt2; their quantised weights are what is measured.
 
     With grouped-query attention several query heads share their keys and values; each is returned as a head of its own.
 
@@ -86,12 +87,12 @@ def family_of(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Family:
     """The table of a checkpoint: that of its ``model_type``, else the one with the fewest tensors that have no place in it."""
     if isinstance(checkpoint, GGUFCheckpoint):
         kind = given.get("general.architecture")
-        if kind != "llama":
+        if kind not in GGUF:
             raise ValueError(
-                f"{checkpoint.origin} must be of the llama type, received general.architecture {kind!r}; take the files of the "
-                "model with config.json, or build its layers from plain arrays."
+                f"general.architecture in {checkpoint.origin} must be one of {', '.join(GGUF)}, received {kind!r}; take the files "
+                "of the model with config.json, or build its layers from plain arrays."
             )
-        return GGUF
+        return GGUF[kind]
     kind = given.get("model_type")
     known = [family for family in FAMILIES if kind is None or kind in family.model_types]
     if not known:
