@@ -158,7 +158,7 @@ def configure(layout: Layout, given: Mapping[str, Any], *, num_heads: int | None
         dim=facts["d"],
         vocab_size=facts.get("vocab", 0),
         max_length=rows - start if rows is not None else length,
-        eps=values.number("eps"),
+        eps=_graph_eps(values),
         activation=activation_name(plain_activation(values.read("activation")), values.label("activation")),
         order="pre" if values.read("parallel") is False else family.order,
         causal=family.causal,
@@ -235,6 +235,18 @@ class _Values:
             f"{self.layout.family.keys.fields[name].keys[0]} must be in the configuration of {self.layout.checkpoint.origin}, "
             f"received {sorted(self.given)[:5]}; give {more}config= with the model's config.json."
         )
+
+
+def _graph_eps(values: _Values) -> float:
+    """The eps of normalisations; a graph that tells it must agree."""
+    eps = values.number("eps")
+    for told in getattr(values.layout.checkpoint, "epsilons", ()):
+        if abs(told - eps) > 1e-6 * eps:  # it is stored in float32
+            raise ValueError(
+                f"{values.label('eps')} must be {told:.6g}, as the graph of the file has it, received {eps:g}; give config= with "
+                "the model's own config.json."
+            )
+    return eps
 
 
 def _divided(rotary: Rotary, layout: Layout) -> Rotary:
