@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
+
+import numpy as np
 
 from otattn.attention.feed_forward import activation_name
 from otattn.models.checkpoint import Checkpoint
 from otattn.models.family import Layout
 from otattn.models.files import is_folder, named_path, read_json
-from otattn.models.gguf_file import GGUFCheckpoint
+from otattn.models.formats.gguf_file import GGUFCheckpoint
 from otattn.models.keys import number, plain_activation, whole
 from otattn.models.positions import Rotary
 
@@ -146,7 +148,7 @@ def configure(layout: Layout, given: Mapping[str, Any], *, num_heads: int | None
     pad, start = values.read("pad"), family.first_position
     if start is None:
         start = 1 + (pad if pad == 0 else whole(pad, values.label("pad")))
-    rotary = [rope.read(given, facts["width"], length, origin) for rope in ropes]
+    rotary = [_divided(rope.read(given, facts["width"], length, origin), layout) for rope in ropes]
     rows = facts.get("positions") if family.embeddings else None
     return ModelConfig(
         family=given.get("model_type") or family.name,
@@ -156,7 +158,7 @@ def configure(layout: Layout, given: Mapping[str, Any], *, num_heads: int | None
         dim=facts["d"],
         vocab_size=facts.get("vocab", 0),
         max_length=rows - start if rows is not None else length,
-        eps=values.number("eps"),
+        eps=_graph_eps(values),
         activation=activation_name(plain_activation(values.read("activation")), values.label("activation")),
         order="pre" if values.read("parallel") is False else family.order,
         causal=family.causal,
@@ -186,7 +188,8 @@ class _Values:
     def read(self, name: str) -> Any:
         """None for what the family does not have."""
         keys = self.layout.family.keys
-        return keys.read(self.given, name, self.layout.checkpoint.origin) if name in keys.fields else None
+        value = keys.read(self.given, name, self.layout.checkpoint.origin) if name in keys.fields else None
+        return value(self.layout.facts) if callable(value) else value
 
     def number(self, name: str, *, least: float = 0.0) -> float:
         """A finite number that is there."""
@@ -201,7 +204,7 @@ class _Values:
         if value is not None:
             return value
         d = self.layout.facts["d"]
-        if self.layout.family.name == "gpt2" and d % HEAD_DIM == 0:
+        if "n_head" in self.layout.family.keys.fields["heads"].keys and d % HEAD_DIM == 0:
             return d // HEAD_DIM
         raise self._missing("heads")
 
@@ -232,6 +235,31 @@ class _Values:
             f"{self.layout.family.keys.fields[name].keys[0]} must be in the configuration of {self.layout.checkpoint.origin}, "
             f"received {sorted(self.given)[:5]}; give {more}config= with the model's config.json."
         )
+
+
+def _graph_eps(values: _Values) -> float:
+    """The eps of normalisations; a graph that tells it must agree."""
+    eps = values.number("eps")
+    for told in getattr(values.layout.checkpoint, "epsilons", ()):
+        if abs(told - eps) > 1e-6 * eps:  # it is stored in float32
+            raise ValueError(
+                f"{values.label('eps')} must be {told:.6g}, as the graph of the file has it, received {eps:g}; give config= with "
+                "the model's own config.json."
+            )
+    return eps
+
+
+def _divided(rotary: Rotary, layout: Layout) -> Rotary:
+    """The frequencies divided by the tensor of the family that has such numbers, where it is there."""
+    name = f"{layout.prefix}{layout.family.divisors}"
+    if layout.family.divisors is None or name not in layout.checkpoint:
+        return rotary
+    divisors = layout.checkpoint.tensor(name, len(rotary.frequencies))
+    if not (divisors > 0.0).all():
+        raise ValueError(
+            f"{name} in {layout.checkpoint.origin} must be positive, received {divisors.min():g}; the file is damaged."
+        )
+    return replace(rotary, frequencies=tuple(float(f) for f in np.array(rotary.frequencies) / divisors))
 
 
 def _fit_heads(layout: Layout, heads: int, groups: int, names: str) -> None:

@@ -71,6 +71,8 @@ class Family:
         Copies of the table of words, whole names.
     rotary, local_rotary : RopeKeys or None
         Rotary positions, and those of layers with a window where they have their own.
+    divisors : str or None
+        The tensor of numbers, one a pair, by which the rotary frequencies are divided, in models that have it.
     windows : Windows or None
     first_position : int or None
         The row of the first token's position; None: the one after the padding token's, counted over tokens that are not padding.
@@ -108,6 +110,7 @@ class Family:
     tied: tuple[str, ...] = ()
     rotary: RopeKeys | None = None
     local_rotary: RopeKeys | None = None
+    divisors: str | None = None
     windows: Windows | None = None
     first_position: int | None = 0
     counted: bool = False
@@ -173,7 +176,11 @@ class Family:
         """The numbers of the layers, and the tensors that have no place in the table."""
         stem, _, rest = (re.escape(part) for part in self.layer.partition("{i}"))
         inside = re.compile(f"{stem}(0|[1-9][0-9]{{0,5}}){rest}(.+)", re.DOTALL)
-        whole = {name for name, _ in (*self.arrays.values(), *self.optional.values())} | {*self.tied, *self.buffers}
+        whole = {name for name, _ in (*self.arrays.values(), *self.optional.values())} | {
+            *self.tied,
+            *self.buffers,
+            self.divisors,
+        }
         layers: set[int] = set()
         strange = []
         for name in checkpoint.shapes:

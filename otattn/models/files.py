@@ -12,7 +12,17 @@ from typing import Any
 
 from otattn._files import npz
 
-__all__ = ["existing", "foreign", "is_folder", "named_path", "need", "objects_once", "read_json", "refuse_pointer"]
+__all__ = [
+    "existing",
+    "foreign",
+    "is_folder",
+    "is_onnx",
+    "named_path",
+    "need",
+    "objects_once",
+    "read_json",
+    "refuse_pointer",
+]
 
 MAX_JSON = 16 * 2**20
 """Most bytes of a configuration or of the header of a checkpoint; a header of 100,000 tensors has about 10 MiB."""
@@ -38,7 +48,7 @@ _SIGNATURES: tuple[tuple[bytes, int, str, str], ...] = (
     ),
 )
 _SUFFIXES = {
-    ".onnx": ("an ONNX file", "take the .safetensors file of the model"),
+    ".onnx": ("an ONNX file", "open it with load_model"),
     ".msgpack": ("a Flax file", "convert it to .safetensors"),
     ".h5": ("a Keras file", "convert it to .safetensors"),
     ".ckpt": ("a training checkpoint", _CONVERT),
@@ -48,7 +58,7 @@ _SUFFIXES = {
 }
 
 
-def need(module: str) -> Any:
+def need(module: str, *, extra: str = "models") -> Any:
     """The module, or an ImportError that names the extra to install."""
     try:
         return importlib.import_module(module)
@@ -56,7 +66,7 @@ def need(module: str) -> Any:
         package = module.split(".")[0]
         raise ImportError(
             f"reading this file needs the package {package!r}, which is not installed; "
-            'install the extra: pip install "otattn[models]".'
+            f'install the extra: pip install "otattn[{extra}]".'
         ) from exc
 
 
@@ -108,6 +118,13 @@ def foreign(path: Path) -> tuple[str, str] | None:
     if start[:1] == b"\x08" and start[2:3] == b"\x12":  # ir_version and producer_name of a protobuf
         return _SUFFIXES[".onnx"]
     return _SUFFIXES.get(path.suffix.lower())
+
+
+def is_onnx(path: Path) -> bool:
+    """An ONNX file, by its content or its name; the header of a .safetensors file may start like one."""
+    with open(path, "rb") as stream:
+        named = stream.read(9)[8:] == b"{"
+    return not named and foreign(path) == _SUFFIXES[".onnx"]
 
 
 def _archive(path: Path) -> tuple[str, str] | None:

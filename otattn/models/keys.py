@@ -78,7 +78,7 @@ HARMLESS = frozenset(key for keys in _WITHOUT_INFLUENCE.values() for key in keys
 class Field:
     """A number that is read from the configuration: its spellings, and the value when none is there.
 
-    ``off`` says that None in the configuration means that there is no such thing.
+    A default may be a function of the facts. ``off`` says that None in the configuration means that there is no such thing.
     """
 
     keys: tuple[str, ...]

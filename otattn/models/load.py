@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.models.checkpoint import ArrayCheckpoint, Checkpoint, NpzCheckpoint
 from otattn.models.config import Config, configure, read_config
-from otattn.models.decoders import DECODERS, GGUF
-from otattn.models.encoders import ENCODERS
+from otattn.models.families.decoders import DECODERS
+from otattn.models.families.encoders import ENCODERS
+from otattn.models.families.gguf import GGUF
 from otattn.models.family import Family, side_size
-from otattn.models.files import existing, foreign, is_folder, named_path
-from otattn.models.gguf_file import GGUFCheckpoint
-from otattn.models.safetensors_file import SafetensorsCheckpoint, ShardedCheckpoint
+from otattn.models.files import existing, foreign, is_folder, is_onnx, named_path
+from otattn.models.formats.gguf_file import GGUFCheckpoint
+from otattn.models.formats.onnx_file import ONNXCheckpoint
+from otattn.models.formats.safetensors_file import SafetensorsCheckpoint, ShardedCheckpoint
 from otattn.models.transformer import Transformer
 
 __all__ = ["FAMILIES", "family_of", "load_model", "open_checkpoint", "random"]
@@ -28,7 +30,7 @@ FAMILIES: tuple[Family, ...] = (*ENCODERS, *DECODERS)
 Source = Checkpoint | Mapping[str, Any] | str | PathLike[str]
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r".*-(\d{5})-of-(\d{5})\.[^.]+", re.DOTALL)
-_FOREIGN = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ckpt")
+_FOREIGN = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ckpt")
 
 
 def load_model(source: Source | Any, *, config: Config = None, num_heads: int | None = None) -> Transformer:
@@ -37,9 +39,9 @@ def load_model(source: Source | Any, *, config: Config = None, num_heads: int | 
     Parameters
     ----------
     source : path, mapping of arrays, Checkpoint, or model object
-        A folder with ``config.json`` and ``.safetensors`` files, whole or in shards; one ``.safetensors``, ``.gguf`` or
-        ``.npz`` file; a ``state_dict`` (with ``config``); or a model of ``transformers``, whose tensors and configuration are
-        read. Names may have a prefix ("bert.", "model.", ...).
+        A folder with ``config.json`` and ``.safetensors`` files, whole or in shards; one ``.safetensors``, ``.gguf``,
+        ``.onnx`` or ``.npz`` file; a ``state_dict`` (with ``config``); or a model of ``transformers``, whose tensors and
+        configuration are read. Names may have a prefix ("bert.", "model.", ...).
     config : mapping, path or object with ``to_dict()``, optional
         The model's ``config.json``; the one beside the file by default, where there is one.
     num_heads : int, optional
@@ -62,8 +64,9 @@ def load_model(source: Source | Any, *, config: Config = None, num_heads: int | 
     Notes
     -----
     Families, by ``model_type``: bert (MiniLM among them), roberta, xlm-roberta, electra, distilbert, modernbert, vit, deit, t5
-    (its encoder); gpt2, opt, gpt_neox, llama, mistral, qwen2, qwen3, gemma2, gpt_oss. GGUF files hold the llama type; their
-    quantised weights are what is measured.
+    (its encoder); gpt2, opt, gpt_neox, llama, mistral, qwen2, qwen3, gemma2, gpt_oss. GGUF files hold llama (Mistral
+    among them), qwen2, qwen3, gemma2 or gpt2; their quantised weights are what is measured. ONNX files are
+    read for BERT and its kin; the weights are those of the graph, all else is as the configuration says (``config.json``).
 
     With grouped-query attention several query heads share their keys and values; each is returned as a head of its own.
 
@@ -86,12 +89,12 @@ def family_of(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Family:
     """The table of a checkpoint: that of its ``model_type``, else the one with the fewest tensors that have no place in it."""
     if isinstance(checkpoint, GGUFCheckpoint):
         kind = given.get("general.architecture")
-        if kind != "llama":
+        if kind not in GGUF:
             raise ValueError(
-                f"{checkpoint.origin} must be of the llama type, received general.architecture {kind!r}; take the files of the "
-                "model with config.json, or build its layers from plain arrays."
+                f"general.architecture in {checkpoint.origin} must be one of {', '.join(GGUF)}, received {kind!r}; take the files "
+                "of the model with config.json, or build its layers from plain arrays."
             )
-        return GGUF
+        return GGUF[kind]
     kind = given.get("model_type")
     known = [family for family in FAMILIES if kind is None or kind in family.model_types]
     if not known:
@@ -123,13 +126,14 @@ def _strange(family: Family, checkpoint: Checkpoint) -> int:
 
 
 def open_checkpoint(source: Any) -> Checkpoint:
-    """The tensors of a file (``.safetensors``, ``.gguf``, ``.npz``, told apart by content), a folder, a mapping or a model.
+    """The tensors of a file (``.safetensors``, ``.gguf``, ``.npz``, ``.onnx``, told apart by content), a folder, a mapping or a
+    model.
 
     Parameters
     ----------
     source : path, mapping of arrays, Checkpoint, or object with ``state_dict()``
-        A file, ``model.safetensors.index.json``, or a folder that holds ``model.safetensors``, that index, or one GGUF
-        model, split or not. One shard alone is refused.
+        A file, ``model.safetensors.index.json``, or a folder that holds ``model.safetensors``, that index, one GGUF
+        model, split or not, or one ONNX file (``model.onnx``, or in a folder ``onnx``). One shard alone is refused.
 
     Raises
     ------
@@ -156,6 +160,8 @@ def open_checkpoint(source: Any) -> Checkpoint:
         if what is None:
             return NpzCheckpoint(file)
         raise ValueError(f"{file} must be a .safetensors, .gguf or .npz file, received {what[0]}; {what[1]}.")
+    if is_onnx(file):
+        return ONNXCheckpoint(file)
     if file.name.endswith(".safetensors.index.json"):
         return ShardedCheckpoint(file)
     shard = _SHARD.fullmatch(file.name)
@@ -180,12 +186,14 @@ def _in_folder(folder: Path) -> Path:
             return folder / name
     found = sorted(folder.glob("*.gguf"))
     firsts = [file for file in found if (part := _SHARD.fullmatch(file.name)) is None or int(part[1]) == 1]
-    if len(firsts) == 1:
-        return firsts[0]
+    graphs = sorted((*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")))
+    whole = [file for file in graphs if file.name == "model.onnx"] or graphs
+    if len(firsts) == 1 or (len(whole) == 1 and not found):
+        return (firsts or whole)[0]
     others = sorted(file.name for pattern in _FOREIGN for file in folder.glob(pattern))
-    have = [file.name for file in found] + others
+    have = [file.name for file in found + graphs] + others
     raise ValueError(
-        f"{folder} must be a file, or a folder with {_WHOLE}, {_INDEX} or one .gguf model, received "
+        f"{folder} must be a file, or a folder with {_WHOLE}, {_INDEX} or one .gguf or .onnx model, received "
         f"{', '.join(have[:4]) or 'none of them'}; "
         + ("save the model with safetensors." if others else "name the file of the weights.")
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from otattn.models.checkpoint import Checkpoint
 from otattn.models.files import existing, is_folder, named_path, need, read_json, refuse_pointer
-from otattn.models.gguf_file import GGUFCheckpoint
+from otattn.models.formats.gguf_file import GGUFCheckpoint
 from otattn.models.load import open_checkpoint
 from otattn.models.transformer import Transformer
 

@@ -87,7 +87,8 @@ def test_a_header_that_looks_like_a_pickle_is_read(tmp_path: Path) -> None:
     ("files", "message"),
     [
         (["pytorch_model.bin"], r"received pytorch_model\.bin; save the model with safetensors"),
-        (["a.onnx", "b.h5"], r"received a\.onnx, b\.h5"),
+        (["a.ckpt", "b.h5"], r"received b\.h5, a\.ckpt|received a\.ckpt, b\.h5"),
+        (["a.onnx", "b.onnx"], r"received a\.onnx, b\.onnx; name the file"),
         (["a.gguf", "b.gguf"], r"received a\.gguf, b\.gguf; name the file"),
         ([], "received none of them"),
     ],

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from otattn.models.checkpoint import FileCheckpoint
 from otattn.models.files import need
-from otattn.models.gguf_header import Entry, GGUFHeader
+from otattn.models.formats.gguf_header import Entry, GGUFHeader
 
 __all__ = ["GGUFCheckpoint"]
 

@@ -18,14 +18,13 @@ from otattn.models.keys import (
     has_biases,
     minus_infinity,
     neutral,
-    ones,
     same,
     sizes,
     triangle,
 )
 from otattn.models.positions import RopeKeys, Windows
 
-__all__ = ["DECODERS", "GGUF"]
+__all__ = ["DECODERS", "GEMMA2", "GPT2", "LLAMA", "QWEN2", "QWEN3"]
 
 _COMMON = COMMON | {"is_causal": neutral(True)}
 _HEADS = r"(lm_head|score|classifier|qa_outputs)\.(weight|bias)"
@@ -277,73 +276,5 @@ GPT_OSS = _kin(
     ),
 )
 
-
-def _scaling(value: Any, facts: Facts) -> str | None:
-    """No scaling; "linear" is none when its factor is 1."""
-    factor = facts["given"].get("llama.rope.scaling.factor", facts["given"].get("llama.rope.scale_linear"))
-    return None if value in (None, "", "none") or (value == "linear" and factor == 1.0) else "'none' (not scaled)"
-
-
-def _attention_scale(value: Any, facts: Facts) -> str | None:
-    """0 and 1 / sqrt(k) are the plain scale."""
-    plain = facts["width"] ** -0.5
-    close = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value - plain) <= 1e-6 * plain
-    return None if value is None or value == 0.0 or close else f"1 / sqrt({facts['width']})"
-
-
-def _off(*values: float, keys: str) -> dict[str, Rule]:
-    return {f"llama.{key}": neutral(*values) for key in keys.split()}
-
-
-GGUF = replace(
-    LLAMA,
-    layer="blk.{i}.",
-    linear=linear("attn_q attn_k attn_v attn_output ffn_up ffn_down ffn_gate", free=True),
-    layer_norms={"first": "attn_norm", "second": "ffn_norm"},
-    norms={"final": "output_norm"},
-    embeddings={"words": ("token_embd", "vocab d")},
-    keys=Keys(
-        fields={
-            "heads": Field(("llama.attention.head_count",)),
-            "kv_heads": Field(("llama.attention.head_count_kv",)),
-            "eps": Field(("llama.attention.layer_norm_rms_epsilon",)),
-            "activation": Field((), "silu"),
-            "max_length": Field(("llama.context_length",)),
-        },
-        rules=sizes(
-            vocab="llama.vocab_size",
-            d="llama.embedding_length",
-            layers="llama.block_count",
-            h="llama.feed_forward_length",
-            width="llama.attention.key_length",
-            value_width="llama.attention.value_length",
-        )
-        | {
-            "general.architecture": neutral("llama"),
-            "general.type": neutral("model"),
-            "llama.rope.scaling.type": _scaling,
-            "llama.attention.scale": _attention_scale,
-            "llama.attention.causal": neutral(True),
-            "llama.use_parallel_residual": neutral(False),
-            **_off(0.0, -1.0, keys="rope.scaling.yarn_ext_factor"),
-            **_off(1.0, keys="rope.scaling.attn_factor rope.scaling.yarn_attn_factor"),
-            # llama.cpp reads 0 as no scaling
-            **_off(1.0, 0.0, keys="rope.scaling.factor rope.scale_linear logit_scale residual_scale embedding_scale"),
-            **_off(0, keys="expert_count expert_used_count"),
-            **_off(0.0, keys="rope.scaling.yarn_log_multiplier attention.clamp_kqv"),
-            **_off(0.0, keys="attention.max_alibi_bias attention.sliding_window"),
-            "llama.tensor_data_layout": neutral("Meta AI original pth"),
-        },
-        harmless=frozenset(
-            {"llama.rope.scaling.original_context_length", "llama.rope.scaling.finetuned", "llama.attention.dropout"}
-        ),
-        namespaces=("general.", "tokenizer.", "split.", "quantize.", "imatrix.", "mradermacher."),
-    ),
-    buffers={"rope_freqs.weight": ones},
-    layer_buffers={},
-    unused=(r"output\.(weight|bias)",),
-    rotary=RopeKeys(base=("llama.rope.freq_base",), layout="adjacent", turned=("llama.rope.dimension_count",)),
-    doubt=lambda given, facts: None,
-)
 
 DECODERS = (GPT2, OPT, NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GPT_OSS)
