@@ -18,8 +18,8 @@ an argument, so
 **The bound.** The first part is at most ``|H(zeta)|_F |D| |E| <= sqrt(lambda_max(G))``, G the Gram matrix of
 ``zeta -> H(zeta)`` (size n e, for several heads with the output matrices in zeta). Row by row ``|L_i|_F <= c_i |zeta_i|``,
 where the last term counts as an operator, ``b_h = ||A_h|| sqrt(lambda_max(sum_j P_ij^2 y y^T))`` for each head, together
-  ``sum_h |W_h^T zeta| b_h <= ||[W_1 / w_1, ..]|| (sum_h w_h^2 b_h^2)^{1/2}``, ``w_h = ||W_h||``, or all three in
-  Frobenius norm, which counts ``|A_h|_F`` but neither adds heads nor terms: the smaller one; and ``|N_i|_F <= k_i |zeta_i|``:
+``sum_h |W_h^T zeta| b_h <= ||[W_1 / w_1, ..]|| (sum_h w_h^2 b_h^2)^{1/2}``, ``w_h = ||W_h||``, or all three in
+Frobenius norm, which counts ``|A_h|_F`` but neither adds heads nor terms: the smaller one; and ``|N_i|_F <= k_i |zeta_i|``:
 eigenvalues of e x e matrices. Then ``sum_i |zeta_i| (c_i (|delta_i| |E| + |eps_i| |D|) + k_i |delta_i| |eps_i|)`` is at most
 ``2 max c + max k``, and ``C = sqrt(lambda_max(G)) + 2 max_i c_i + max_i k_i``.
 
