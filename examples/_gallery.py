@@ -30,15 +30,15 @@ class Gallery:
             self.thumbnails = None
 
 
-def gallery(script: str, doc: str | None, argv: Sequence[str] | None = None) -> Gallery:
+def gallery(name: str, doc: str | None, argv: Sequence[str] | None = None) -> Gallery:
     """Read ``--out`` and ``--thumbnails`` from the command line of an example."""
     parser = argparse.ArgumentParser(
-        description=doc, prog=Path(script).name, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, prog=f"plot_{name}.py", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("gallery_output"), help="folder of the pictures")
     parser.add_argument("--thumbnails", type=Path, help="also write the small picture of the gallery to this folder")
     options = parser.parse_args(argv)
-    return Gallery(Path(script).stem.removeprefix("plot_"), options.out, options.thumbnails)
+    return Gallery(name, options.out, options.thumbnails)
 
 
 def panels(

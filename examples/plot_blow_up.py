@@ -32,7 +32,7 @@ def disc(shapes: np.ndarray) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("blow_up", __doc__, argv)
     rng = np.random.default_rng(4)
     A = np.array([[0.8, 0.6], [-0.2, 0.1]])
     B = np.array([[0.2, -0.5], [0.5, 0.6]])

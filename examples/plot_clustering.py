@@ -25,7 +25,7 @@ END = 14.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("clustering", __doc__, argv)
     attention = oa.SoftmaxAttention(np.eye(2), np.eye(2))
     times = np.linspace(0.0, END, 57)
     colors = oa.plotting.COLORS

@@ -52,7 +52,7 @@ def cone(covs: np.ndarray) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("covariance_patterns", __doc__, argv)
     rng = np.random.default_rng(2)
     roots = rng.uniform(-1.0, 1.0, (14, 2, 2))
     starts = roots @ np.swapaxes(roots, 1, 2) + 0.02 * np.eye(2)

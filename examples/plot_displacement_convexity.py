@@ -51,7 +51,7 @@ def studies(A: np.ndarray) -> dict[str, oa.DisplacementConvexity]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("displacement_convexity", __doc__, argv)
     cases = {"A = I": studies(np.eye(2)), "A = diag(1, -1)": studies(np.diag([1.0, -1.0]))}
     for title, found in cases.items():
         for name, study in found.items():

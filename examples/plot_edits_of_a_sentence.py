@@ -67,7 +67,7 @@ def bundled() -> tuple[Any, Any, dict[str, Any], bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("edits_of_a_sentence", __doc__, argv)
     network, tokens, edits, whole = texts()
     found = oa.edit_stability(network, tokens, edits)
     product = oa.depth_profile(network, tokens, partial=False).product[-1]

@@ -21,7 +21,7 @@ import otattn as oa
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("enclosure", __doc__, argv)
     rng = np.random.default_rng(3)
     G = rng.standard_normal((3, 3))
     attention = oa.SoftmaxAttention(G / np.linalg.norm(G, 2), np.eye(3))

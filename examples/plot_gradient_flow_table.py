@@ -1,5 +1,5 @@
 r"""Which attention is a gradient flow, and of what
-==============================================
+===============================================
 
 Tokens that follow attention, ``x_i' = Gamma_mu(x_i)``, may descend an energy of their measure. Four nested questions
 are put to every variant: is the field a gradient for each measure; is it the Wasserstein gradient of an energy; does it
@@ -27,7 +27,7 @@ import otattn as oa
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("gradient_flow_table", __doc__, argv)
     table = oa.structure_table(dim=3, n=8, rng=0)
     print(table.to_markdown())
     verdicts = {

@@ -24,7 +24,7 @@ RADII = np.logspace(-1, 1.5, 41)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("large_radius", __doc__, argv)
     rng = np.random.default_rng(1)
     curves, limits, margins = [], [], []
     for _ in range(12):

@@ -1,5 +1,5 @@
 r"""Layer by layer: how the local constant of a trained encoder grows with the text
-=============================================================================
+===============================================================================
 
 A whole encoder read from its checkpoint (all-MiniLM-L6-v2: six layers of twelve heads, in numpy), its hidden states on
 windows of a novel, and the local Lipschitz constant of every head at the first n tokens. The weights come with a package
@@ -40,7 +40,7 @@ def whole_model() -> tuple[list[int], list[oa.LocalGrowth]] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("layers_of_a_model", __doc__, argv)
     found = whole_model()
     if found is None:
         print("the bundled sample stands in: layer 3 of all-MiniLM-L6-v2")

@@ -28,7 +28,7 @@ N, RADIUS = 8, 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("masked_attention", __doc__, argv)
     rng = np.random.default_rng(0)
     A, V = np.array([[0.6, 0.5], [-0.5, -0.4]]), np.eye(2)
     masked = oa.MaskedAttention(oa.SoftmaxAttention(A, V))

@@ -30,7 +30,7 @@ def log10_of(bound: oa.Bound) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("mean_field_crossover", __doc__, argv)
     attention = oa.SoftmaxAttention(-np.eye(3), np.eye(3))
     crossings = [oa.bounds.crossover(attention, radius) for radius in RADII]
     published = np.array([c.log_published for c in crossings])

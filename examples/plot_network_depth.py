@@ -44,7 +44,7 @@ def network() -> tuple[Any, np.ndarray, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("network_depth", __doc__, argv)
     layers, tokens, whole = network()
     profile = oa.depth_profile(layers, tokens)
     print(profile)

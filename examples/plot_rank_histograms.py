@@ -47,7 +47,7 @@ def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("rank_histograms", __doc__, argv)
     _, axes = panels(3, size=(3.9, 3.7))
     colors = [oa.plotting.COLORS[name] for name in ("blue", "orange", "green")]
     worst, total, settled = 1.0, 0, 0

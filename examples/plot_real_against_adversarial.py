@@ -26,7 +26,7 @@ import otattn as oa
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("real_against_adversarial", __doc__, argv)
     layer = oa.load_sample()
     print("the bundled sample: layer 3 of all-MiniLM-L6-v2, 4 windows of 128 word pieces, every third head")
     result = oa.real_against_adversarial(layer.heads[::3], layer.hidden_states, n_values=(8, 16, 32, 64, 128))

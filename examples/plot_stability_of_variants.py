@@ -40,7 +40,7 @@ def variants() -> dict[str, oa.AttentionMap]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("stability_of_variants", __doc__, argv)
     maps = variants()
     sampler = oa.samplers.uniform_ball_pairs(N, DIM, RADIUS)
     ratios: dict[str, list[np.ndarray]] = {metric: [] for metric in ORDERS}

@@ -40,7 +40,7 @@ def layer_norm_of(tokens: np.ndarray) -> oa.LayerNormDomain:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("token_radius", __doc__, argv)
     layer = oa.load_sample()
     print("the bundled sample: tokens that enter layer 3 of all-MiniLM-L6-v2 (learned positions), 4 windows of 128")
     tokens = layer.hidden_states.reshape(-1, layer.dim)

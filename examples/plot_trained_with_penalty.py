@@ -84,7 +84,7 @@ def judge(attention: Any, classifier: Any, X: Any, y: Any) -> tuple[float, float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("trained_with_penalty", __doc__, argv)
     if importlib.util.find_spec("torch") is None:
         print("skipped: this example needs torch; pip install 'otattn[torch]'")
         return

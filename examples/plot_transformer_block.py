@@ -31,7 +31,7 @@ DIM, N, HIDDEN = 6, 16, 24
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    pictures = gallery(__file__, __doc__, argv)
+    pictures = gallery("transformer_block", __doc__, argv)
     rng = np.random.default_rng(5)
     A, V = rng.standard_normal((DIM, DIM)) / DIM, rng.standard_normal((DIM, DIM)) / np.sqrt(DIM)
     attention = oa.SoftmaxAttention(A, V)

@@ -211,7 +211,7 @@ class Sum(_Several):
 
 @dataclass(frozen=True, eq=False, init=False)
 class Compose(_Several):
-    """The composition ``F_k o ... o F_1`` of ``Compose(F_1, ..., F_k)``: the first map acts first.
+    """Maps one after the other, the first acts first: ``Compose(F_1, F_2)`` is ``F_2 o F_1``.
 
     Each map sees the measure that the maps before it have produced.
 

@@ -11,6 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from otattn import _validate as check
 from otattn._linalg import Array
 from otattn.distances.bottleneck import bottleneck
+from otattn.distances.bures import bures_wasserstein
 from otattn.distances.costs import (
     ASSIGNMENT_BYTES,
     DECADES,
@@ -25,14 +26,14 @@ from otattn.distances.costs import (
 from otattn.distances.line import monotone_plan
 from otattn.distances.masses import exact_masses, merge_atoms, same_measure
 from otattn.distances.plan import solve
-from otattn.measures import DiscreteMeasure, MeasureLike, as_discrete
+from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, as_discrete
 
 __all__ = ["discrete_pair", "wasserstein", "wasserstein_batch"]
 
 VANISHING = 1e-100
 
 
-def wasserstein(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> float:
+def wasserstein(mu: AnyMeasure, nu: AnyMeasure, *, p: float = 2) -> float:
     """Wasserstein distance of order p, ``W_p = (min_P sum_ij P_ij |x_i - y_j|^p)^{1/p}``, by exact transport.
 
     The ground distance is Euclidean whatever ``p``, and ``W_inf`` is the least threshold below which all the
@@ -42,9 +43,10 @@ def wasserstein(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> float:
     Parameters
     ----------
     mu, nu : DiscreteMeasure or array_like (n, d), (m, d)
-        An array is the uniform measure on its rows.
+        An array is the uniform measure on its rows. Two Gaussian measures have the closed form of
+        :func:`~otattn.distances.bures_wasserstein`.
     p : float
-        Order, ``1 <= p <= inf``.
+        Order, ``1 <= p <= inf``; 2 between Gaussian measures.
 
     Returns
     -------
@@ -75,6 +77,12 @@ def wasserstein(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> float:
     ----------
     Peyré and Cuturi (2019), Computational Optimal Transport, sections 2.2 to 2.6.
     """
+    if isinstance(mu, GaussianMeasure) and isinstance(nu, GaussianMeasure):
+        if check.check_order(p) != 2:
+            raise ValueError(
+                f"p must be 2 between Gaussian measures, received {p}; for other orders draw samples of both."
+            )
+        return bures_wasserstein(mu, nu)
     p, mu, nu = discrete_pair(mu, nu, p)
     if mu.n == nu.n and mu.is_uniform and nu.is_uniform:
         value = _matched(mu.points, nu.points, p)
@@ -94,7 +102,7 @@ def wasserstein(mu: MeasureLike, nu: MeasureLike, *, p: float = 2) -> float:
     return value
 
 
-def discrete_pair(mu: MeasureLike, nu: MeasureLike, p: Any) -> tuple[float, DiscreteMeasure, DiscreteMeasure]:
+def discrete_pair(mu: AnyMeasure, nu: AnyMeasure, p: Any) -> tuple[float, DiscreteMeasure, DiscreteMeasure]:
     """Order and measures, checked."""
     p, mu, nu = check.check_order(p), as_discrete(mu, "mu"), as_discrete(nu, "nu")
     if mu.dim != nu.dim:

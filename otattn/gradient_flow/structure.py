@@ -44,12 +44,12 @@ def check_gradient_flow(
 
     (i) Is ``x -> Gamma_mu(x)`` a gradient for each measure? ``D_x Gamma_mu(x)`` must be symmetric.
     (ii) Is ``Gamma_mu = c grad phi_mu``, the Wasserstein gradient of an energy? On particles the gradient of ``E(sum
-    w_i delta_{x_i})`` is ``w_i grad phi_mu(x_i)``, so ``w_i D_{x_j} Gamma_mu(x_i)`` must be a symmetric matrix, that is
-    ``W^{1/2} J W^{-1/2}`` must be.
+         w_i delta_{x_i})`` is ``w_i grad phi_mu(x_i)``, so ``w_i D_{x_j} Gamma_mu(x_i)`` must be a symmetric matrix, that is
+         ``W^{1/2} J W^{-1/2}`` must be.
     (iii) Is ``Gamma_mu = c Z_mu^{-1} grad phi_mu``, a gradient flow with the mobility 1/Z? The same for ``Z_i f_i``, with
-    the normaliser ``Z_i = sum_j w_j exp(l_ij)``; and is there a mobility of any kind?
+          the normaliser ``Z_i = sum_j w_j exp(l_ij)``; and is there a mobility of any kind?
     (iv) Is the flow of covariances of centred Gaussians a Bures-Wasserstein gradient flow? Tested at random
-    covariances, and at that of the atoms when it is well conditioned.
+         covariances, and at that of the atoms when it is well conditioned.
     (v) Where an energy is known: does it change at the rate ``(1/c) int M^{-1} |Gamma|^2 dmu`` along a short flow?
 
     For a masked map the same tests decide about gradients in the conditional Wasserstein geometry of measures over

@@ -162,7 +162,8 @@ def as_discrete(mu: Any, name: str = "mu") -> DiscreteMeasure:
         return mu
     gaussian = hasattr(mu, "cov") and hasattr(mu, "mean") and not hasattr(mu, "__array__")  # a data frame has both
     if isinstance(mu, (str, bytes, dict)) or gaussian:
-        raise TypeError(f"{name} must be a DiscreteMeasure or an (n, d) array, received {type(mu).__name__}.")
+        hint = " (its sample(n, rng) is one; two Gaussians have bures_wasserstein)" if gaussian else ""
+        raise TypeError(f"{name} must be a DiscreteMeasure or an (n, d) array, received {type(mu).__name__}{hint}.")
     x = check.points(mu, name)
     out = object.__new__(DiscreteMeasure)  # checked once, under the argument's own name
     object.__setattr__(out, "points", check.frozen(x))

@@ -97,6 +97,18 @@ class GaussianMeasure(Saved):
         object.__setattr__(self, "mean", check.frozen(m))
         object.__setattr__(self, "cov", check.frozen(check_covariance(cov, dim=m.size)))
 
+    @classmethod
+    def from_samples(cls, points: ArrayLike | DiscreteMeasure) -> GaussianMeasure:
+        """The Gaussian with the mean and the covariance of points ``(n, d)`` or of a weighted measure (divided by n, not n - 1).
+
+        Examples
+        --------
+        >>> GaussianMeasure.from_samples([[0.0], [2.0]]).cov
+        array([[1.]])
+        """
+        measure = points if isinstance(points, DiscreteMeasure) else DiscreteMeasure(points)
+        return cls(measure.mean(), measure.covariance())
+
     @property
     def dim(self) -> int:
         """Dimension d of the space."""

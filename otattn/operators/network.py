@@ -53,7 +53,7 @@ class NetworkJacobian(TwoPrecisions):
 
 
 class JacobianProduct(TwoPrecisions):
-    """``J_k ... J_1`` of Jacobians of maps that follow one another; the first acts first.
+    """Jacobians of maps that follow one another, multiplied: the first acts first.
 
     Examples
     --------

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from otattn.distances import costs, wasserstein
 from otattn.errors import MemoryBudgetError
-from otattn.measures import DiscreteMeasure
+from otattn.measures import DiscreteMeasure, GaussianMeasure
 
 # ---------------------------------------------------------------------------------------------- cases W1 to
 # W16
@@ -347,3 +347,12 @@ def test_the_budget_is_a_constant():
     costs.check_budget(16384, 16384, costs.ASSIGNMENT_BYTES)
     with pytest.raises(MemoryBudgetError):
         costs.check_budget(16385, 16384, costs.ASSIGNMENT_BYTES)
+
+
+def test_gaussian_measures_have_their_closed_form():
+    near, far = GaussianMeasure([0.0], [[1.0]]), GaussianMeasure([3.0], [[25.0]])
+    assert wasserstein(near, far) == 5.0
+    with pytest.raises(ValueError, match="p must be 2 between Gaussian"):
+        wasserstein(near, far, p=1)
+    with pytest.raises(TypeError, match=r"sample\(n, rng\)"):
+        wasserstein(near, [[0.0]])

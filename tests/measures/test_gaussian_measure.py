@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otattn.measures import GaussianMeasure
+from otattn.measures import DiscreteMeasure, GaussianMeasure
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,15 @@ def test_immutable():
     with pytest.raises(ValueError, match="read-only"):
         g.cov[0, 0] = 2.0
     assert "dim=" in repr(g)
+
+
+def test_from_samples_is_the_law_of_the_sample():
+    rng = np.random.default_rng(0)
+    points = rng.standard_normal((5, 2))
+    weights = rng.dirichlet(np.ones(5))
+    mean = sum(w * x for w, x in zip(weights, points, strict=True))
+    cov = sum(w * np.outer(x - mean, x - mean) for w, x in zip(weights, points, strict=True))
+    gaussian = GaussianMeasure.from_samples(DiscreteMeasure(points, weights))
+    np.testing.assert_allclose(gaussian.mean, mean, rtol=1e-14, atol=1e-15)
+    np.testing.assert_allclose(gaussian.cov, cov, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(GaussianMeasure.from_samples(points).cov, np.cov(points.T, bias=True), rtol=1e-13)

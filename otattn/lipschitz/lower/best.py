@@ -31,7 +31,7 @@ STRETCH_LIMIT = 2048
 SEQUENCE_BYTES = 2**29
 """A witness of a causal map holds every one of its n tokens; larger ones are refused."""
 SOURCE = "otattn, local constant at a witness measure"
-Found = tuple[Any, float, dict[str, Any]]
+_Found = tuple[Any, float, dict[str, Any]]
 """The witness, its value by the map's own Jacobian, and details."""
 
 
@@ -159,7 +159,7 @@ def _structured(problem: Problem, method: str, rng: np.random.Generator) -> Cand
     return build(problem, problem.forms[0])
 
 
-def _best_tokens(problem: Problem, rng: np.random.Generator) -> Found:
+def _best_tokens(problem: Problem, rng: np.random.Generator) -> _Found:
     """The witness of n tokens."""
     if problem.causal:
         return _best_sequence(problem, rng)
@@ -171,7 +171,7 @@ def _best_tokens(problem: Problem, rng: np.random.Generator) -> Found:
     return *layout.witness(*pair), {"atoms": len(pair[0])}
 
 
-def _best_sequence(problem: Problem, rng: np.random.Generator) -> Found:
+def _best_sequence(problem: Problem, rng: np.random.Generator) -> _Found:
     """The same for a causal map: searched on a sequence of at most a core's length, then lengthened to n."""
     _check_length(problem)
     n, p = problem.tokens, problem.p
@@ -201,7 +201,7 @@ def _best_sequence(problem: Problem, rng: np.random.Generator) -> Found:
     return *best, details
 
 
-def _best_measure(problem: Problem, rng: np.random.Generator) -> Found:
+def _best_measure(problem: Problem, rng: np.random.Generator) -> _Found:
     """The witness of the mean-field constant; for causal maps on a single time slice or one atom at a time."""
     layout, seeds = Layout(problem, _kind(problem)), []
     if problem.analytic:

@@ -17,8 +17,8 @@ fail as printed are in :mod:`otattn.lipschitz.papers`.
 References
 ----------
 .. [CAP24] Castin, Ablin, Peyre, "How Smooth Is Attention?", ICML 2024.
-.. [GLPR23] Geshkovski, Letrouit, Polyanskiy, Rigollet, "The emergence of clusters in self-attention
-dynamics", 2023. .. [KPM21] Kim, Papamakarios, Mnih, "The Lipschitz constant of self-attention", ICML 2021.
+.. [GLPR23] Geshkovski, Letrouit, Polyanskiy, Rigollet, "The emergence of clusters in self-attention dynamics", 2023.
+.. [KPM21] Kim, Papamakarios, Mnih, "The Lipschitz constant of self-attention", ICML 2021.
 """
 
 from __future__ import annotations
