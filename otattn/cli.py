@@ -83,7 +83,9 @@ def _report(options: Namespace) -> None:
     if options.json:
         say(to_json(data))
     else:
-        say(f"wrote {pathlib.Path(options.out) / 'report.md'} (and report.json, PNGs) in {data['seconds']:.0f} s")
+        say(
+            f"wrote {pathlib.Path(options.out) / 'report.html'} (and report.md, report.json, PNGs) in {data['seconds']:.0f} s"
+        )
 
 
 def _emit(options: Namespace, data: dict[str, Any], lines: list[str], picture: Callable[[], Any] | None = None) -> None:

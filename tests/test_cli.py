@@ -24,13 +24,19 @@ def small_layer(tmp_path: pathlib.Path) -> list[str]:
 def test_report_writes_its_files(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
     assert main(["report", *small_layer, "--out", str(out), "--pairs", "4"]) == 0
-    assert "report.md" in capsys.readouterr().out
+    assert "report.html" in capsys.readouterr().out
     pictures = sorted(out.glob("*.png"))
     assert len(pictures) >= 3
     assert all(p.read_bytes().startswith(PNG) and p.stat().st_size > 5000 for p in pictures)
     text = (out / "report.md").read_text(encoding="utf-8")
     assert all(f"]({p.name})" in text for p in pictures)
+    assert text.index("## Summary") < text.index("## Enclosure")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml;base64,") == len(pictures)
+    assert 'src="http' not in page
+    assert 'href="http' not in page
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert len(data["sections"]["Summary"]["sentences"]) == 5
     heads = data["sections"]["Stability constants"]["heads"]
     assert len(heads) == 2
     for head in heads:

@@ -72,7 +72,10 @@ def test_numbers_are_written_before_pictures_and_without_them(tmp_path):
     assert "![Part](a.png)" in text
     assert "(b.png was not drawn: RuntimeError: latex could not be found)" in text
     assert "c.png)" not in text.replace("(c.png was not", "")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "report.json", "report.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "report.html", "report.json", "report.md"]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml;base64,") == 1
+    assert "b.png was not drawn: RuntimeError: latex could not be found" in page
 
 
 def test_latex_that_is_not_there(tmp_path, monkeypatch):

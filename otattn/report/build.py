@@ -1,9 +1,11 @@
-"""Assemble the sections and write ``report.md``, ``report.json`` and the pictures."""
+"""Assemble the sections and write ``report.html``, ``report.md``, ``report.json`` and the pictures."""
 
 from __future__ import annotations
 
+import io
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -16,8 +18,10 @@ from otattn.report.flow_section import flow_section
 from otattn.report.gradient_flow_section import gradient_flow_section
 from otattn.report.local_section import local_section
 from otattn.report.output import draw, prepare_folder, to_json, write_text
+from otattn.report.page import html_page
 from otattn.report.section import Section
 from otattn.report.stability_section import stability_section
+from otattn.report.summary import summarised
 
 __all__ = ["build_report", "write_report"]
 
@@ -31,7 +35,8 @@ def build_report(
     n_tokens: int = 32,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Measure and bound one layer; write ``report.md``, ``report.json`` and pictures into ``out``.
+    """Measure and bound one layer; write ``report.html`` (one file, with everything in it), ``report.md``, ``report.json``
+    and the pictures into ``out``.
 
     Parameters
     ----------
@@ -62,7 +67,7 @@ def build_report(
     check.count(seed, "seed", least=0)
     check.count(n_pairs, "n_pairs", least=2)
     check.count(n_tokens, "n_tokens", least=2)
-    folder = prepare_folder(out, ("report.md", "report.json"))
+    folder = prepare_folder(out, ("report.html", "report.md", "report.json"))
     start = time.perf_counter()
     heads = len(layer.heads)
     with tqdm(total=6 * heads + 4, desc="report", unit="step", disable=not progress) as bar:
@@ -72,7 +77,7 @@ def build_report(
         enclosure = enclosure_section(layer, growth, seed=seed, advance=bar.update)
         structure = gradient_flow_section(layer, seed=seed, advance=bar.update)
         depth = flow_section(layer, seed=seed, advance=bar.update)
-    sections = [enclosure, stability, local, crossing, depth, structure]
+    sections = summarised([enclosure, stability, local, crossing, depth, structure])
     head = {
         "layer": _name(layer),
         "heads": heads,
@@ -92,31 +97,47 @@ def _name(layer: SampleLayer) -> str:
 
 
 def write_report(out: pathlib.Path, head: dict[str, Any], sections: list[Section], *, seconds: float) -> dict[str, Any]:
-    """Write the three kinds of files, numbers first; returns the JSON content."""
-    lines = [
-        "# Attention stability report",
-        "",
+    """Write all kinds of files, numbers first; returns the JSON content."""
+    title = "Attention stability report"
+    about = (
         f"{head['layer']}: {head['heads']} heads, {head['windows']} windows of {head['tokens_per_window']} tokens in "
-        f"dimension {head['dimension']}; seed {head['seed']}; {seconds:.0f} s.",
-        "",
-    ]
+        f"dimension {head['dimension']}; seed {head['seed']}; {seconds:.0f} s."
+    )
+    lines = [f"# {title}", "", about, ""]
     data: dict[str, Any] = {**head, "seconds": round(seconds, 1), "sections": {}}
     for section in sections:
         lines += [f"## {section.title}", "", *section.lines]
         for name in section.pictures:
             lines += [_link(section, name), ""]
         data["sections"][section.title] = section.data
+    drawn: dict[str, bytes | str] = {}
     write_text(out, "report.json", to_json(data))
     write_text(out, "report.md", "\n".join(lines))
+    write_text(out, "report.html", html_page(title, about, sections, drawn))
     missing = {}
     for section in sections:
         for name, picture in section.pictures.items():
-            reason = draw(picture, out / name)
+            reason = draw(_keeping(picture, name, drawn), out / name)
             if reason is not None:
+                drawn[name] = reason
                 missing[_link(section, name)] = f"({name} was not drawn: {reason})"
     if missing:
         write_text(out, "report.md", "\n".join(missing.get(line, line) for line in lines))
+    write_text(out, "report.html", html_page(title, about, sections, drawn))
     return data
+
+
+def _keeping(picture: Callable[[], Any], name: str, drawn: dict[str, bytes | str]) -> Callable[[], Any]:
+    """The picture, which leaves its SVG in ``drawn``."""
+
+    def draw_both() -> Any:
+        axes = picture()
+        buffer = io.BytesIO()
+        axes.figure.savefig(buffer, format="svg")
+        drawn[name] = buffer.getvalue()
+        return axes
+
+    return draw_both
 
 
 def _link(section: Section, name: str) -> str:

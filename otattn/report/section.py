@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Section", "number", "table"]
+__all__ = ["Section", "cells", "number", "table"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,14 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
-    return [
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
+    """A Markdown table; bars inside cells (norms) are escaped, as GitHub's Markdown wants it."""
+
+    def line(row: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+
+    return [line(header), "|" + "---|" * len(header), *map(line, rows), ""]
+
+
+def cells(line: str) -> list[str]:
+    """The cells of one line of a Markdown table."""
+    return [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
