@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import product_error
-from otattn.attention.base import finite
 from otattn.attention.head import Arithmetic, Head, near_product
+from otattn.attention.jacobian import finite
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
 from otattn.measures import GaussianMeasure

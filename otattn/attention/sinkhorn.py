@@ -9,13 +9,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._linalg import psd_sqrt
-from otattn.attention.base import Measure, finite
-from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.base import Measure
+from otattn.attention.jacobian import JacobianOperator, finite
 from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.laplacian import Laplacian
-from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.attention.schroedinger import Potentials
-from otattn.attention.single_head import SingleHead, square
+from otattn.attention.single_head import NormalisedJacobian, SingleHead, square
 from otattn.measures import GaussianMeasure, MeasureLike
 
 __all__ = ["SinkhornAttention"]

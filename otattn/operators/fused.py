@@ -47,7 +47,7 @@ class FusedJacobian(JacobianOperator):
         False gives ``D_X f`` (at the atoms of positive weight) whatever the weights.
     memory : int, optional
         Bytes that the attention matrices of all heads may take; beyond it their tiles are recomputed in each
-        product. ``otattn.attention.base.MEMORY_BUDGET`` by default.
+        product. ``otattn.attention.memory.MEMORY_BUDGET`` by default.
     workers : int, optional
         Threads over blocks of rows; by default as many as the BLAS has, for large n.
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Measure, Values, finite
-from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator, finite
+from otattn.attention.kernels import Values
 from otattn.attention.scores.kernel import ScoreJacobian, ScoreKernel
 from otattn.attention.scores.positions import Mask, PositionBias, Rotation
 from otattn.attention.tokenwise import TokenwiseMap

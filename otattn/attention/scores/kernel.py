@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import cloud_centre
-from otattn.attention import base
+from otattn.attention import memory
 from otattn.attention.base import Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import blocks
-from otattn.attention.normalised_jacobian import _apply_softmax_derivative
+from otattn.attention.memory import blocks
+from otattn.attention.single_head import _apply_softmax_derivative
 from otattn.attention.tokenwise import TokenwiseMap
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class ScoreJacobian:
         self.value = _Features.of(map.V, map.value_bias, map.value_norm, y)
         self.blocks = list(blocks(n, n, kernel.block_size))
         self.stored: list[Rows] | None = None
-        if kernel.block_size is None and 8 * n * n * map._kernels <= base.MEMORY_BUDGET // 2:
+        if kernel.block_size is None and 8 * n * n * map._kernels <= memory.MEMORY_BUDGET // 2:
             self.stored = [kernel.rows_of(self.Q, kernel.places, rows) for rows in self.blocks]
 
     def rows(self) -> Iterator[tuple[slice, Rows]]:
