@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.attention import memory
 from otattn.attention.jacobian import JacobianOperator, finite
 from otattn.attention.kernels import Values
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionMap", "Drift", "Measure", "as_attention"]
 
-Array = NDArray[np.float64]
 Measure = DiscreteMeasure | SpaceTimeMeasure
 Method = Callable[[Array, Measure, "Array | None", "int | None"], Array]
 
@@ -270,9 +270,9 @@ class AttentionMap(Saved, ABC):
     def pushforward(self, mu: GaussianMeasure) -> GaussianMeasure: ...
 
     @overload
-    def pushforward(self, mu: Any) -> Any: ...
+    def pushforward(self, mu: MeasureLike) -> Measure: ...
 
-    def pushforward(self, mu: Any) -> Any:
+    def pushforward(self, mu: AnyMeasure) -> Measure | GaussianMeasure:
         """``F(mu) = (Gamma_mu)_# mu``, of the same kind as ``mu`` (an array gives a measure).
 
         Raises

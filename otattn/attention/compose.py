@@ -5,19 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Drift, Measure, as_attention
 from otattn.attention.jacobian import JacobianOperator
-from otattn.measures import GaussianMeasure, SpaceTimeMeasure
+from otattn.measures import GaussianMeasure, MeasureLike, SpaceTimeMeasure
 
 __all__ = ["Compose", "Composite", "Residual", "Sum", "TransformerBlock"]
-
-Array = NDArray[np.float64]
 
 
 class Composite(AttentionMap):
@@ -218,7 +215,7 @@ class Compose(_Several):
                     f"{type(second).__name__} takes {second.in_dim}."
                 )
 
-    def stages(self, mu: Any) -> list[tuple[AttentionMap, Measure]]:
+    def stages(self, mu: MeasureLike) -> list[tuple[AttentionMap, Measure]]:
         """Each map with the measure that reaches it.
 
         Examples

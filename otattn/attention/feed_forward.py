@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit, ndtr
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import Measure
 from otattn.attention.memory import field_rows
 from otattn.attention.tokenwise import Linearised
 
 __all__ = ["ACTIVATIONS", "MLP", "TANH_GELU", "FeedForward", "Perceptron", "activation_name"]
 
-Array = NDArray[np.float64]
 Function = Callable[[Array], Array]
 Parts: TypeAlias = tuple[Array, Array | None, Array, Array | None, Array | None, Array | None]
 TANH_GELU = (float(np.sqrt(2.0 / np.pi)), 0.044715)

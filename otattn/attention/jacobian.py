@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.sparse.linalg import LinearOperator
 
 from otattn import _validate as check
+from otattn._linalg import Array
 
 __all__ = ["JacobianOperator", "finite"]
-
-Array = NDArray[np.float64]
 
 
 class JacobianOperator(LinearOperator):

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import cloud_centre
+from otattn._linalg import Array, cloud_centre
 from otattn.attention.memory import blocks
 
 __all__ = ["Kernel", "Mass", "NormalisedKernel", "Projections", "Values"]
 
-Array = NDArray[np.float64]
 _WIDE = 1e3
 """Squared key norm above which L2 logits come from differences: expanded squares would lose 1e-13 or more."""
 

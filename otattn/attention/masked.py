@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Measure, as_attention
 from otattn.attention.compose import Composite
 from otattn.attention.head import Arithmetic, Head
@@ -14,8 +12,6 @@ from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.kernels import Values
 
 __all__ = ["MaskedAttention"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

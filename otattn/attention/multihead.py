@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.compose import Composite
 from otattn.attention.head import Arithmetic, Head
@@ -18,8 +19,6 @@ from otattn.attention.kernels import Values
 from otattn.measures import GaussianMeasure
 
 __all__ = ["MultiHeadAttention"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import memory
 from otattn.attention.base import Measure
 from otattn.attention.head import Arithmetic, Head
@@ -27,8 +28,6 @@ __all__ = [
     "ReLUAttention",
     "SigmoidAttention",
 ]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

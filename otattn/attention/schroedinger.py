@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
+from otattn._linalg import Array
 from otattn.attention import laplacian, memory
 from otattn.attention.laplacian import Laplacian
 from otattn.attention.memory import blocks
@@ -16,7 +17,6 @@ from otattn.errors import ConvergenceError
 
 __all__ = ["Potentials"]
 
-Array = NDArray[np.float64]
 _GROWTH, _WARM_SPAN, _WARM_ERROR = 4.0, 10.0, 0.1
 _LONGEST_STEP = 20.0
 _EPS = float(np.finfo(np.float64).eps)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import memory
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
@@ -17,8 +18,6 @@ from otattn.attention.kernels import Mass, NormalisedKernel, Projections, Values
 from otattn.attention.memory import blocks
 
 __all__ = ["NormalisedJacobian", "SingleHead", "square"]
-
-Array = NDArray[np.float64]
 
 
 class SingleHead(AttentionMap):

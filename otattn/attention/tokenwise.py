@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 
 __all__ = ["LayerNorm", "Linearised", "RMSNorm", "TokenwiseMap"]
 
-Array = NDArray[np.float64]
 Product = Callable[[Array], Array]
 
 

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator
 
 from otattn.attention import AttentionMap, JacobianOperator
+from otattn.measures import MeasureLike
 from otattn.operators.layer import SoftmaxLayer
 from otattn.operators.products import HeadProducts
 
@@ -73,7 +74,7 @@ class FusedJacobian(JacobianOperator):
     def __init__(
         self,
         attention: AttentionMap,
-        mu: Any,
+        mu: MeasureLike,
         *,
         dtype: Any = np.float64,
         reweight: bool = True,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from otattn.attention import AttentionMap, Compose, JacobianOperator, Residual, TokenwiseMap
 from otattn.attention import memory as attention_memory
 from otattn.attention.base import Measure
-from otattn.measures import SpaceTimeMeasure
+from otattn.measures import MeasureLike, SpaceTimeMeasure
 from otattn.operators.fused import FusedJacobian
 from otattn.operators.layer import supports_fused
 
@@ -160,7 +160,7 @@ def network_jacobian(attention: AttentionMap, mu: Measure) -> JacobianOperator:
     return attention.jacobian(mu)
 
 
-def measure_jacobian(attention: AttentionMap, mu: Any, **options: Any) -> FusedJacobian | JacobianOperator:
+def measure_jacobian(attention: AttentionMap, mu: MeasureLike, **options: Any) -> FusedJacobian | JacobianOperator:
     """The Jacobian of any attention map in L^2(mu): fused for softmax attention, part by part for compositions.
 
     Parameters

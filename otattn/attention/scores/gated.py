@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.compose import Composite
 from otattn.attention.jacobian import JacobianOperator
 
 __all__ = ["GatedAttention"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

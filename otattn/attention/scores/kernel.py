@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import cloud_centre
+from otattn._linalg import Array, cloud_centre
 from otattn.attention import memory
 from otattn.attention.base import Measure
 from otattn.attention.jacobian import JacobianOperator
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreJacobian", "ScoreKernel"]
 
-Array = NDArray[np.float64]
 Product = Callable[[Array], Array]
 FLAT = 350.0
 """Beyond this many caps the slope of the cap is below the smallest float; clipped so that the square does not overflow."""
