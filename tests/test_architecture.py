@@ -118,7 +118,7 @@ def test_lipschitz_has_five_floors(path: pathlib.Path) -> None:
 def test_folders_are_small() -> None:
     folders = {path.parent for path in MODULES}
     sizes = {str(f.relative_to(PACKAGE)): len(list(f.glob("*.py"))) for f in folders}
-    assert {name for name, size in sizes.items() if size > 22} == set()
+    assert {name for name, size in sizes.items() if size > 21} == set()  # twenty rooms and the door
 
 
 def test_imports_make_no_circle() -> None:
@@ -146,7 +146,7 @@ def test_the_direction_check_can_fail(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_modules_hold_one_concept(path: pathlib.Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 420
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
     assert len(path.relative_to(PACKAGE).parts) <= 3
 
 

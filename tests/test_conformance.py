@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_maps import MAPS, D, Rng
 
-from otattn.attention import AttentionMap, JacobianOperator, base
+from otattn.attention import AttentionMap, JacobianOperator, base, memory
 from otattn.lipschitz import local_lipschitz
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 from otattn.operators import measure_jacobian, top_singular
@@ -259,7 +259,7 @@ def test_tiny_memory_budget_does_not_matter(attention: AttentionMap, rng: Rng, m
         J.jvp(v),
         attention.field_jacobian(mu.points, mu, times=times),
     )
-    monkeypatch.setattr(base, "MEMORY_BUDGET", 500)
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", 500)
     small = attention.jacobian(mu)
     close(attention.pushforward(mu).points, expected[0])
     close(small.jvp(v), expected[1], 1e-11)

@@ -2,7 +2,7 @@
 
 from otattn.attention.base import AttentionMap
 from otattn.attention.compose import Compose, Residual, Sum, TransformerBlock
-from otattn.attention.feed_forward import FeedForward
+from otattn.attention.feed_forward import MLP, FeedForward
 from otattn.attention.function import FunctionAttention
 from otattn.attention.jacobian import JacobianOperator
 from otattn.attention.l2 import L2Attention
@@ -27,7 +27,7 @@ from otattn.attention.scores import (
 )
 from otattn.attention.sinkhorn import SinkhornAttention
 from otattn.attention.softmax import SoftmaxAttention
-from otattn.attention.tokenwise import MLP, LayerNorm, RMSNorm, TokenwiseMap
+from otattn.attention.tokenwise import LayerNorm, RMSNorm, TokenwiseMap
 
 __all__ = [
     "MLP",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
-from otattn.attention.jacobian import JacobianOperator
+from otattn._linalg import Array
+from otattn.attention import memory
+from otattn.attention.jacobian import JacobianOperator, finite
+from otattn.attention.kernels import Values
 from otattn.errors import NoJacobianError, NotGaussianPreservingError
 from otattn.measures import (
     AnyMeasure,
@@ -25,33 +29,10 @@ from otattn.measures import (
 if TYPE_CHECKING:
     from otattn.attention.head import Arithmetic, Head
 
-__all__ = [
-    "MEMORY_BUDGET",
-    "AttentionMap",
-    "Drift",
-    "Mass",
-    "Measure",
-    "Values",
-    "as_attention",
-    "block_rows",
-    "finite",
-]
+__all__ = ["AttentionMap", "Drift", "Measure", "as_attention"]
 
-Array = NDArray[np.float64]
 Measure = DiscreteMeasure | SpaceTimeMeasure
-Mass = Literal["one", "at most one", "any"]
-"""The total weight that a token gives to the atoms."""
-
-MEMORY_BUDGET = 256 * 2**20
-"""Bytes that the row blocks of one evaluation may take together (n x n arrays are only built below it)."""
-
-
-class Values(NamedTuple):
-    """A term of a map: the average of ``V y + bias`` with the weights that a token gives to the atoms y."""
-
-    V: Array
-    bias: Array | None
-    mass: Mass
+Method = Callable[[Array, Measure, "Array | None", "int | None"], Array]
 
 
 class Drift(NamedTuple):
@@ -268,11 +249,16 @@ class AttentionMap(Saved, ABC):
         OverflowError
             A value is not representable in float64 (unnormalised kernels with huge logits).
         """
+        return self._at(self._apply, x, mu, times, block_size)
+
+    def _at(
+        self, method: Method, x: ArrayLike, mu: MeasureLike, times: ArrayLike | None, block_size: int | None
+    ) -> Array:
         measure = self.as_measure(mu)
         rows = check.points(x, "x", dim=measure.dim)
         clock, rows_at_once = self._times(rows, measure, times), _block(block_size)
         with np.errstate(over="ignore", invalid="ignore"):
-            return finite(self._apply(rows, measure, clock, rows_at_once))
+            return finite(method(rows, measure, clock, rows_at_once))
 
     def _at_atoms(self, measure: Measure) -> Array:
         """The values at the atoms themselves (the array is passed on uncopied: compositions recognise it)."""
@@ -284,9 +270,9 @@ class AttentionMap(Saved, ABC):
     def pushforward(self, mu: GaussianMeasure) -> GaussianMeasure: ...
 
     @overload
-    def pushforward(self, mu: Any) -> Any: ...
+    def pushforward(self, mu: MeasureLike) -> Measure: ...
 
-    def pushforward(self, mu: Any) -> Any:
+    def pushforward(self, mu: AnyMeasure) -> Measure | GaussianMeasure:
         """``F(mu) = (Gamma_mu)_# mu``, of the same kind as ``mu`` (an array gives a measure).
 
         Raises
@@ -308,13 +294,6 @@ class AttentionMap(Saved, ABC):
         """``f`` at every row of a batch of equally many tokens, ``(B, n, d) -> (B, n, e)``.
 
         Softmax attention handles small problems together; other maps go one by one.
-
-        Raises
-        ------
-        ValueError
-            Another shape.
-        OverflowError
-            A value is not representable in float64.
         """
         batch = check.as_float_array(X, "X", ndim=3)
         if 0 in batch.shape:
@@ -334,19 +313,15 @@ class AttentionMap(Saved, ABC):
         """
         measure = self.as_measure(mu)
         rows, n = _block(block_size), measure.n
-        if rows is None and 8 * n * (n * self._kernels + self._width) > MEMORY_BUDGET // 2:
-            rows = block_rows(n, n)
+        if rows is None and 8 * n * (n * self._kernels + self._width) > memory.MEMORY_BUDGET // 2:
+            rows = memory.block_rows(n, n)
         return self._jacobian(measure, self._times(measure.points, measure, None), rows)
 
     def field_jacobian(
         self, x: ArrayLike, mu: MeasureLike, *, times: ArrayLike | None = None, block_size: int | None = None
     ) -> Array:
         """``D_x Gamma_mu(x)`` at the rows of ``x (m, d)``, the measure kept fixed; returns ``(m, e, d)``."""
-        measure = self.as_measure(mu)
-        rows = check.points(x, "x", dim=measure.dim)
-        clock, rows_at_once = self._times(rows, measure, times), _block(block_size)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return finite(self._field(rows, measure, clock, rows_at_once))
+        return self._at(self._field, x, mu, times, block_size)
 
     def gaussian_affine(self, gaussian: GaussianMeasure) -> tuple[Array, Array]:
         """Matrix ``G (e, d)`` and offset ``b (e,)`` with ``Gamma_mu(x) = G x + b`` for a Gaussian ``mu``."""
@@ -367,25 +342,6 @@ def as_attention(value: Any, name: str = "attention") -> AttentionMap:
     else:
         fix = "build one first, such as SoftmaxAttention"
     raise TypeError(f"{name} must be an attention map, received {type(value).__name__}; {fix}.")
-
-
-def block_rows(m: int, n: int, width: int = 4) -> int:
-    """How many of m rows of n entries to handle at once: ``width`` such blocks fit the memory budget.
-
-    Blocks much above the cache gain nothing, below 256 rows the matrix products lose speed.
-    """
-    fit = MEMORY_BUDGET // (8 * width * max(n, 1))
-    return max(1, min(m, fit, max(256, 2**21 // max(n, 1))))
-
-
-def finite(values: Array) -> Array:
-    """The values; an OverflowError where float64 cannot say them."""
-    if not np.isfinite(values).all():
-        raise OverflowError(
-            "a value of the map is not representable in float64; scale the tokens, A or V down, or use a "
-            "normalised kernel (softmax)."
-        )
-    return values
 
 
 def _block(block_size: int | None) -> int | None:

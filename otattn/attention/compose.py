@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Drift, Measure, as_attention
 from otattn.attention.jacobian import JacobianOperator
-from otattn.measures import GaussianMeasure, SpaceTimeMeasure
+from otattn.measures import GaussianMeasure, MeasureLike, SpaceTimeMeasure
 
-__all__ = ["Compose", "Residual", "Sum", "TransformerBlock"]
+__all__ = ["Compose", "Composite", "Residual", "Sum", "TransformerBlock"]
 
-Array = NDArray[np.float64]
+
+class Composite(AttentionMap):
+    """A map made of others: what holds of it from what holds of its parts."""
+
+    @property
+    @abstractmethod
+    def _parts(self) -> tuple[AttentionMap, ...]:
+        """The parts, the first acts on the tokens and the last gives the values."""
+
+    @property
+    def in_dim(self) -> int | None:
+        return self._parts[0].in_dim
+
+    @property
+    def out_dim(self) -> int | None:
+        return self._parts[-1].out_dim
+
+    @property
+    def causal(self) -> bool:
+        return any(m.causal for m in self._parts)
+
+    @property
+    def splits(self) -> bool:
+        return all(m.splits for m in self._parts)
+
+    @property
+    def everywhere(self) -> bool:
+        return all(m.everywhere for m in self._parts)
+
+    @property
+    def _kernels(self) -> int:
+        return sum(m._kernels for m in self._parts)
+
+    @property
+    def _tol(self) -> float:
+        return max(m._tol for m in self._parts)
+
+    @property
+    def _width(self) -> int:
+        return sum(m._width for m in self._parts)
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Residual(AttentionMap):
+class Residual(Composite):
     """``x -> x + scale * Gamma_mu(x)``.
 
     Parameters
@@ -51,32 +90,8 @@ class Residual(AttentionMap):
         object.__setattr__(self, "scale", check.as_float_array(scale, "scale", ndim=0).item())
 
     @property
-    def in_dim(self) -> int | None:
-        return self.map.in_dim
-
-    @property
-    def out_dim(self) -> int | None:
-        return self.map.out_dim
-
-    @property
-    def causal(self) -> bool:
-        return self.map.causal
-
-    @property
-    def splits(self) -> bool:
-        return self.map.splits
-
-    @property
-    def everywhere(self) -> bool:
-        return self.map.everywhere
-
-    @property
-    def _kernels(self) -> int:
-        return self.map._kernels
-
-    @property
-    def _tol(self) -> float:
-        return self.map._tol
+    def _parts(self) -> tuple[AttentionMap, ...]:
+        return (self.map,)
 
     @property
     def drift(self) -> Drift:
@@ -85,10 +100,6 @@ class Residual(AttentionMap):
     def in_coordinates(self, E: Array, left: Array) -> AttentionMap:
         """For ``left`` the inverse of E, which leaves ``x`` in ``x + scale Gamma(x)`` alone."""
         return Residual(self.map.in_coordinates(E, left), scale=self.scale)
-
-    @property
-    def _width(self) -> int:
-        return self.map._width
 
     def _apply(self, x: Array, mu: Measure, times: Array | None, block_size: int | None) -> Array:
         return x + self.scale * self.map._apply(x, mu, times, block_size)
@@ -100,9 +111,7 @@ class Residual(AttentionMap):
         J, s = self.map._jacobian(mu, times, block_size), self.scale
 
         def dense() -> Array:
-            return np.eye(mu.n * mu.dim).reshape(mu.n, mu.dim, mu.n, mu.dim) + s * J.to_dense().reshape(
-                mu.n, mu.dim, mu.n, mu.dim
-            )
+            return (np.eye(mu.n * mu.dim) + s * J.to_dense()).reshape(mu.n, mu.dim, mu.n, mu.dim)
 
         return JacobianOperator(
             mu.n,
@@ -122,8 +131,8 @@ class Residual(AttentionMap):
         return np.eye(gaussian.dim) + self.scale * G, self.scale * b
 
 
-class _Several(AttentionMap):
-    """A map made of others."""
+class _Several(Composite):
+    """Maps that are listed one by one."""
 
     maps: tuple[AttentionMap, ...]
 
@@ -133,36 +142,8 @@ class _Several(AttentionMap):
         object.__setattr__(self, "maps", tuple(maps))
 
     @property
-    def in_dim(self) -> int | None:
-        return self.maps[0].in_dim
-
-    @property
-    def out_dim(self) -> int | None:
-        return self.maps[-1].out_dim
-
-    @property
-    def causal(self) -> bool:
-        return any(m.causal for m in self.maps)
-
-    @property
-    def splits(self) -> bool:
-        return all(m.splits for m in self.maps)
-
-    @property
-    def everywhere(self) -> bool:
-        return all(m.everywhere for m in self.maps)
-
-    @property
-    def _kernels(self) -> int:
-        return sum(m._kernels for m in self.maps)
-
-    @property
-    def _tol(self) -> float:
-        return max(m._tol for m in self.maps)
-
-    @property
-    def _width(self) -> int:
-        return sum(m._width for m in self.maps)
+    def _parts(self) -> tuple[AttentionMap, ...]:
+        return self.maps
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -234,7 +215,7 @@ class Compose(_Several):
                     f"{type(second).__name__} takes {second.in_dim}."
                 )
 
-    def stages(self, mu: Any) -> list[tuple[AttentionMap, Measure]]:
+    def stages(self, mu: MeasureLike) -> list[tuple[AttentionMap, Measure]]:
         """Each map with the measure that reaches it.
 
         Examples

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._derivatives import Derivative, Library, checked, library_of
 from otattn._derivatives.numerical import central_differences
 from otattn._derivatives.tokens import Atoms, PlacedTokens, Tokens, multiplicities
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Measure
 from otattn.attention.jacobian import JacobianOperator
 from otattn.errors import NoJacobianError
@@ -21,7 +21,6 @@ from otattn.measures import SpaceTimeMeasure
 
 __all__ = ["FunctionAttention"]
 
-Array = NDArray[np.float64]
 SAME = 1e-6
 """Relative: how far values of the same tokens in another order, each twice, may lie from one another."""
 

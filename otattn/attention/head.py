@@ -8,15 +8,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn._linalg import mid, norm_upper, product_error, spectral_norm_upper
+from otattn._linalg import Array, mid, norm_upper, product_error, spectral_norm_upper
 from otattn.attention.base import AttentionMap
 
 __all__ = ["FLOATS", "Arithmetic", "Head", "check_sizes", "heads_of", "near_product", "with_values"]
 
-Array = NDArray[np.float64]
 _EPS = float(np.finfo(np.float64).eps)
 
 

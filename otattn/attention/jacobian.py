@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.sparse.linalg import LinearOperator
 
 from otattn import _validate as check
+from otattn._linalg import Array
 
-__all__ = ["JacobianOperator"]
-
-Array = NDArray[np.float64]
+__all__ = ["JacobianOperator", "finite"]
 
 
 class JacobianOperator(LinearOperator):
@@ -125,10 +124,14 @@ def _tokens(value: ArrayLike, name: str, n: int, width: int) -> Array:
     return array.reshape(n, width)
 
 
+def finite(values: Array, what: str = "a value of the map", fix: str = "") -> Array:
+    """The values; an OverflowError where float64 cannot say them."""
+    if not np.isfinite(values).all():
+        fix = fix or "scale the tokens, A or V down, or use a normalised kernel (softmax)"
+        raise OverflowError(f"{what} is not representable in float64; {fix}.")
+    return values
+
+
 def _finite(value: Array) -> Array:
-    if not np.isfinite(value).all():
-        raise OverflowError(
-            "a product with the Jacobian is not representable in float64 (or the direction was not finite); "
-            "scale the tokens, A or the direction down."
-        )
-    return value
+    what = "a product with the Jacobian (or its direction)"
+    return finite(value, what, "scale the tokens, A or the direction down")

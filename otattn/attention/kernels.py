@@ -9,19 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from otattn._linalg import cloud_centre
-from otattn.attention.base import block_rows
+from otattn._linalg import Array, cloud_centre
+from otattn.attention.memory import blocks
 
-__all__ = ["Kernel", "NormalisedKernel", "Projections", "blocks"]
+__all__ = ["Kernel", "Mass", "NormalisedKernel", "Projections", "Values"]
 
-Array = NDArray[np.float64]
 _WIDE = 1e3
 """Squared key norm above which L2 logits come from differences: expanded squares would lose 1e-13 or more."""
+
+
+Mass = Literal["one", "at most one", "any"]
+"""The total weight that a token gives to the atoms."""
+
+
+class Values(NamedTuple):
+    """A term of a map: the average of ``V y + bias`` with the weights that a token gives to the atoms y."""
+
+    V: Array
+    bias: Array | None
+    mass: Mass
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +60,6 @@ class Projections:
     @property
     def e(self) -> int:
         return int(self.V.shape[0])
-
-
-def blocks(m: int, n: int, block_size: int | None, width: int = 4) -> Iterator[slice]:
-    """Slices of the m rows such that ``width`` arrays of ``rows x n`` fit the memory budget."""
-    rows = block_size or block_rows(m, n, width)
-    for start in range(0, m, rows):
-        yield slice(start, min(m, start + rows))
 
 
 class Kernel:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import product_error
-from otattn.attention.base import finite
+from otattn._linalg import Array, product_error
 from otattn.attention.head import Arithmetic, Head, near_product
+from otattn.attention.jacobian import finite
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
 from otattn.measures import GaussianMeasure
 
 __all__ = ["L2Attention"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from scipy.sparse.linalg import LinearOperator, cg
 
-from otattn.attention import base
+from otattn._linalg import Array
+from otattn.attention import memory
 from otattn.errors import ConvergenceError
 
 __all__ = ["DENSE_LIMIT", "Laplacian", "fits"]
 
-Array = NDArray[np.float64]
 Rows = Callable[[], Iterator[tuple[slice, Array]]]
 DENSE_LIMIT = 1024
 """Up to this many atoms derivatives come from a factorisation. Beyond, they come from conjugate gradients, and from
@@ -23,7 +23,7 @@ a factorisation only where these stall and it fits the memory budget. Newton ste
 
 def fits(n: int) -> bool:
     """Whether a factorisation of n atoms fits the memory budget."""
-    return 32 * n * n <= base.MEMORY_BUDGET
+    return 32 * n * n <= memory.MEMORY_BUDGET
 
 
 class Laplacian:

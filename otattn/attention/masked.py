@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from otattn.attention.base import AttentionMap, Measure, Values, as_attention
+from otattn._linalg import Array
+from otattn.attention.base import AttentionMap, Measure, as_attention
+from otattn.attention.compose import Composite
 from otattn.attention.head import Arithmetic, Head
 from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.kernels import Values
 
 __all__ = ["MaskedAttention"]
 
-Array = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False, init=False)
-class MaskedAttention(AttentionMap):
+class MaskedAttention(Composite):
     r"""Causal attention: the token ``(s, x)`` sees only atoms ``(tau, y)`` with ``tau <= s``.
 
     On a measure over ``[0, 1] x R^d`` it is ``(s, x) -> (s, Gamma_{mu restricted to tau <= s}(x))``; a
@@ -60,12 +58,8 @@ class MaskedAttention(AttentionMap):
         object.__setattr__(self, "attention", attention)
 
     @property
-    def in_dim(self) -> int | None:
-        return self.attention.in_dim
-
-    @property
-    def out_dim(self) -> int | None:
-        return self.attention.out_dim
+    def _parts(self) -> tuple[AttentionMap, ...]:
+        return (self.attention,)
 
     @property
     def causal(self) -> bool:
@@ -87,10 +81,6 @@ class MaskedAttention(AttentionMap):
 
     def logits(self, x: Array, head: int = 0) -> Array:
         return self.attention.logits(x, head)
-
-    @property
-    def _kernels(self) -> int:
-        return self.attention._kernels
 
     def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
         return tuple(replace(head, causal=True) for head in self.attention._heads(arithmetic))

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Measure, Values, finite
+from otattn._linalg import Array
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.compose import Composite
 from otattn.attention.head import Arithmetic, Head
-from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.jacobian import JacobianOperator, finite
+from otattn.attention.kernels import Values
 from otattn.measures import GaussianMeasure
 
 __all__ = ["MultiHeadAttention"]
 
-Array = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False, init=False)
-class MultiHeadAttention(AttentionMap):
+class MultiHeadAttention(Composite):
     r"""``Gamma_mu(x) = b + sum_h W_h Gamma^{(h)}_mu(x)``.
 
     Parameters
@@ -85,24 +86,12 @@ class MultiHeadAttention(AttentionMap):
         object.__setattr__(self, "output_bias", bias)
 
     @property
-    def in_dim(self) -> int | None:
-        return self.heads[0].in_dim
+    def _parts(self) -> tuple[AttentionMap, ...]:
+        return self.heads
 
     @property
     def out_dim(self) -> int | None:
-        return int(self.outputs[0].shape[0]) if self.outputs is not None else self.heads[0].out_dim
-
-    @property
-    def causal(self) -> bool:
-        return self.heads[0].causal
-
-    @property
-    def splits(self) -> bool:
-        return all(h.splits for h in self.heads)
-
-    @property
-    def everywhere(self) -> bool:
-        return all(h.everywhere for h in self.heads)
+        return super().out_dim if self.outputs is None else len(self.outputs[0])
 
     @property
     def kind(self) -> str:
@@ -118,18 +107,10 @@ class MultiHeadAttention(AttentionMap):
             return self
         return MultiHeadAttention([h.unmasked for h in self.heads], self.outputs, output_bias=self.output_bias)
 
-    @property
-    def _kernels(self) -> int:
-        return sum(h._kernels for h in self.heads)
-
     def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
         parts = [head._heads(arithmetic) for head in self.heads]
         outputs = self.outputs or (None,) * len(parts)
         return tuple(h.with_output(W) for found, W in zip(parts, outputs, strict=True) for h in found if all(parts))
-
-    @property
-    def _tol(self) -> float:
-        return max(h._tol for h in self.heads)
 
     def folded(self) -> tuple[AttentionMap, ...]:
         """The heads, each with its output matrix multiplied into its values."""
@@ -194,7 +175,7 @@ class MultiHeadAttention(AttentionMap):
         return JacobianOperator(
             mu.n,
             parts[0].d,
-            int(self.outputs[0].shape[0]) if self.outputs is not None else parts[0].e,
+            parts[0].e if self.outputs is None else len(self.outputs[0]),
             jvp=lambda v: self._sum(self._output(i, J.jvp(v)) for i, J in enumerate(parts)),
             vjp=lambda g: self._sum(
                 J.vjp(g if self.outputs is None else g @ self.outputs[i]) for i, J in enumerate(parts)

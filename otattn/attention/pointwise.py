@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from otattn import _validate as check
-from otattn.attention import base
-from otattn.attention.base import Mass, Measure, finite
+from otattn._linalg import Array
+from otattn.attention import memory
+from otattn.attention.base import Measure
 from otattn.attention.head import Arithmetic, Head
-from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import Kernel, Projections, blocks
+from otattn.attention.jacobian import JacobianOperator, finite
+from otattn.attention.kernels import Kernel, Mass, Projections
+from otattn.attention.memory import blocks
 from otattn.attention.single_head import SingleHead, square
 from otattn.measures import GaussianMeasure
 
@@ -26,8 +28,6 @@ __all__ = [
     "ReLUAttention",
     "SigmoidAttention",
 ]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PointwiseKernel(Kernel):
         def compute(rows: slice) -> list[Array]:
             return self.weights_of(Q, times, rows, self.h.value, self.h.derivative)
 
-        keep = self.block_size is None and 16 * n * n <= base.MEMORY_BUDGET // 2
+        keep = self.block_size is None and 16 * n * n <= memory.MEMORY_BUDGET // 2
         stored = [compute(rows) for rows in cut] if keep else None
 
         def kernels() -> Iterator[tuple[slice, Array, Array]]:

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention.base import Measure, finite
-from otattn.attention.jacobian import JacobianOperator
+from otattn.attention.base import Measure
+from otattn.attention.jacobian import JacobianOperator, finite
 from otattn.attention.kernels import NormalisedKernel, Projections
-from otattn.attention.normalised_jacobian import NormalisedJacobian, _apply_softmax_derivative
-from otattn.attention.single_head import SingleHead
+from otattn.attention.single_head import NormalisedJacobian, SingleHead, _apply_softmax_derivative
 from otattn.measures import SpaceTimeMeasure
 
 __all__ = ["RotaryAttention"]

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from otattn.attention import base, laplacian
-from otattn.attention.kernels import blocks
+from otattn._linalg import Array
+from otattn.attention import laplacian, memory
 from otattn.attention.laplacian import Laplacian
+from otattn.attention.memory import blocks
 from otattn.errors import ConvergenceError
 
 __all__ = ["Potentials"]
 
-Array = NDArray[np.float64]
 _GROWTH, _WARM_SPAN, _WARM_ERROR = 4.0, 10.0, 0.1
 _LONGEST_STEP = 20.0
 _EPS = float(np.finfo(np.float64).eps)
@@ -61,7 +61,7 @@ class Potentials:
         self.tol, self.max_iter = tol, max_iter
         n = len(weights)
         self.blocks = list(blocks(n, n, block_size))
-        self.keep = block_size is None and 8 * n * n <= base.MEMORY_BUDGET // 4
+        self.keep = block_size is None and 8 * n * n <= memory.MEMORY_BUDGET // 4
         reach = float(np.abs(G).max(initial=0.0)) * float(np.abs(Y).max(initial=0.0)) * Y.shape[1]
         if not reach < 1e300:
             raise OverflowError("logits must fit in float64; scale the tokens or A down.")

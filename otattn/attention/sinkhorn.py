@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import psd_sqrt
-from otattn.attention.base import Measure, finite
-from otattn.attention.jacobian import JacobianOperator
+from otattn._linalg import Array, psd_sqrt
+from otattn.attention.base import Measure
+from otattn.attention.jacobian import JacobianOperator, finite
 from otattn.attention.kernels import NormalisedKernel, Projections
 from otattn.attention.laplacian import Laplacian
-from otattn.attention.normalised_jacobian import NormalisedJacobian
 from otattn.attention.schroedinger import Potentials
-from otattn.attention.single_head import SingleHead, square
+from otattn.attention.single_head import NormalisedJacobian, SingleHead, square
 from otattn.measures import GaussianMeasure, MeasureLike
 
 __all__ = ["SinkhornAttention"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import FAR, cloud_centre
-from otattn.attention.base import finite
+from otattn._linalg import FAR, Array, cloud_centre
 from otattn.attention.head import Arithmetic, Head
+from otattn.attention.jacobian import finite
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead, square
 from otattn.measures import GaussianMeasure
 
 __all__ = ["SoftmaxAttention"]
 
-Array = NDArray[np.float64]
 BATCH_TOKENS = 128
 BATCH_ENTRIES = 1 << 18
 """Problems of at most this many tokens are stacked, so many at once that their logits take 2 MB."""

@@ -12,7 +12,7 @@ from scipy.special import expit
 
 from otattn import _validate as check
 from otattn._linalg import Array
-from otattn.attention.kernels import blocks
+from otattn.attention.memory import blocks
 from otattn.gradient_flow.energy import Energy, Scaled, symmetric_form
 from otattn.measures import DiscreteMeasure
 

@@ -12,7 +12,7 @@ from otattn._linalg import Array
 from otattn.attention import AttentionMap, L2Attention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import blocks
+from otattn.attention.memory import blocks
 from otattn.gradient_flow.known import unwrapped
 from otattn.measures import SpaceTimeMeasure
 

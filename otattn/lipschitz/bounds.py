@@ -6,11 +6,11 @@ from otattn.lipschitz.lower.published import (
     castin2024_discrete_lower,
     castin2024_large_radius,
     castin2024_mean_field_lower,
+    kim2021_dot_product,
 )
 from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
 from otattn.lipschitz.upper.blocks import whole_block
 from otattn.lipschitz.upper.gates_and_heads import gated_bound, heads_bound
-from otattn.lipschitz.upper.kim2021 import kim2021_dot_product, kim2021_l2
 from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
 from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
 from otattn.lipschitz.upper.multi_head import multi_head
@@ -18,6 +18,7 @@ from otattn.lipschitz.upper.published import (
     castin2024_discrete,
     castin2024_masked,
     geshkovski2024_mean_field,
+    kim2021_l2,
 )
 from otattn.lipschitz.upper.scores import (
     rotary_row_bound,

@@ -53,7 +53,7 @@ W_Q^h|^2 / sqrt(D/H)``, output ``W_O``; all of ``R^D``, N tokens, ``phi(x) = x e
 >>> 1.0 * W_Q * W_Q * W_V * W_O - 0.0, (4 * 0 + 1) * (W_Q**2 * W_V**2) ** 0.5 * W_O
 (4.0, 2.0)
 
-*Holds.* The same with ``||W_Q^h||^4`` (:func:`~otattn.lipschitz.upper.kim2021.kim2021_l2`, proof there). The degree is forced:
+*Holds.* The same with ``||W_Q^h||^4`` (:func:`~otattn.lipschitz.upper.published.kim2021_l2`, proof there). The degree is forced:
 ``c W_Q`` at ``X / c`` has the same ``P^h`` and c times the image, so the constant of ``c W_Q`` is ``c^2`` times that of
 ``W_Q``.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from otattn._linalg import Array
 
 __all__ = ["enclosing_center"]
-
-Array = NDArray[np.float64]
 
 
 def enclosing_center(x: Array) -> Array:

@@ -176,11 +176,8 @@ class Family:
         """The numbers of the layers, and the tensors that have no place in the table."""
         stem, _, rest = (re.escape(part) for part in self.layer.partition("{i}"))
         inside = re.compile(f"{stem}(0|[1-9][0-9]{{0,5}}){rest}(.+)", re.DOTALL)
-        whole = {name for name, _ in (*self.arrays.values(), *self.optional.values())} | {
-            *self.tied,
-            *self.buffers,
-            self.divisors,
-        }
+        arrays = (*self.arrays.values(), *self.optional.values())
+        whole = {*(name for name, _ in arrays), *self.tied, *self.buffers, self.divisors}
         layers: set[int] = set()
         strange = []
         for name in checkpoint.shapes:
@@ -348,6 +345,5 @@ def side_size(side: str, facts: Mapping[str, Any]) -> int | None:
     (12, 1, None)
     """
     letters = side.lstrip("0123456789")
-    digits = side[: len(side) - len(letters)]
     known = facts.get(letters) if letters else 1
-    return None if known is None else int(digits or 1) * int(known)
+    return None if known is None else int(side.removesuffix(letters) or 1) * int(known)

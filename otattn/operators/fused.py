@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator
 
 from otattn.attention import AttentionMap, JacobianOperator
+from otattn.measures import MeasureLike
 from otattn.operators.layer import SoftmaxLayer
 from otattn.operators.products import HeadProducts
 
@@ -47,7 +48,7 @@ class FusedJacobian(JacobianOperator):
         False gives ``D_X f`` (at the atoms of positive weight) whatever the weights.
     memory : int, optional
         Bytes that the attention matrices of all heads may take; beyond it their tiles are recomputed in each
-        product. ``otattn.attention.base.MEMORY_BUDGET`` by default.
+        product. ``otattn.attention.memory.MEMORY_BUDGET`` by default.
     workers : int, optional
         Threads over blocks of rows; by default as many as the BLAS has, for large n.
 
@@ -73,7 +74,7 @@ class FusedJacobian(JacobianOperator):
     def __init__(
         self,
         attention: AttentionMap,
-        mu: Any,
+        mu: MeasureLike,
         *,
         dtype: Any = np.float64,
         reweight: bool = True,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-from otattn.attention import base as attention_base
+from otattn.attention import memory as attention_memory
 
 __all__ = ["Lanczos", "NonFiniteError", "RitzPair", "top_eigenpair"]
 
@@ -44,7 +44,7 @@ class Lanczos:
     """
 
     def __init__(self, start: Array) -> None:
-        room = attention_base.MEMORY_BUDGET // (start.size * start.itemsize)
+        room = attention_memory.MEMORY_BUDGET // (start.size * start.itemsize)
         self.basis = np.empty((min(start.size, max(SMALLEST_BASIS, min(LARGEST_BASIS, room))), start.size), start.dtype)
         self.last = np.zeros_like(start)
         self.next = start / np.linalg.norm(start)

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn.attention import AttentionMap, Compose, JacobianOperator, Residual, TokenwiseMap
-from otattn.attention import base as attention_base
+from otattn.attention import memory as attention_memory
 from otattn.attention.base import Measure
-from otattn.measures import SpaceTimeMeasure
+from otattn.measures import MeasureLike, SpaceTimeMeasure
 from otattn.operators.fused import FusedJacobian
 from otattn.operators.layer import supports_fused
 
@@ -89,7 +89,7 @@ class _Shares:
     """What each part of a network may keep of the memory budget."""
 
     def __init__(self, attention: AttentionMap, n: int, itemsize: int) -> None:
-        budget = attention_base.MEMORY_BUDGET // 2
+        budget = attention_memory.MEMORY_BUDGET // 2
         fused, width = _census(attention)
         self.memory = budget // max(fused, 1)
         self.keep = itemsize * n * width <= budget
@@ -124,7 +124,7 @@ def _linearise(attention: AttentionMap, mu: Measure, dtype: np.dtype[Any], share
     times = mu.times if attention.causal and isinstance(mu, SpaceTimeMeasure) else None
     rows = None
     if 8 * mu.n * mu.n * attention._kernels > shares.memory or isinstance(attention, TokenwiseMap):
-        rows = attention_base.block_rows(mu.n, mu.n)
+        rows = attention_memory.block_rows(mu.n, mu.n)
     J = attention._jacobian(mu, times, rows)
     wide = np.dtype(np.float64)
     return _cast(J.jvp, dtype, wide), _cast(J.vjp, dtype, wide)
@@ -160,7 +160,7 @@ def network_jacobian(attention: AttentionMap, mu: Measure) -> JacobianOperator:
     return attention.jacobian(mu)
 
 
-def measure_jacobian(attention: AttentionMap, mu: Any, **options: Any) -> FusedJacobian | JacobianOperator:
+def measure_jacobian(attention: AttentionMap, mu: MeasureLike, **options: Any) -> FusedJacobian | JacobianOperator:
     """The Jacobian of any attention map in L^2(mu): fused for softmax attention, part by part for compositions.
 
     Parameters

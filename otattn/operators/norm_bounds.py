@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator
 from otattn import _validate as check
 from otattn._linalg import EPS, Array
 from otattn.attention import JacobianOperator
-from otattn.attention import base as attention_base
+from otattn.attention import memory as attention_memory
 from otattn.operators.krylov import Lanczos
 from otattn.operators.lanczos import top_singular
 from otattn.operators.proved_norm import proved_norm
@@ -144,7 +144,7 @@ def spectral_norm_bounds(
 
 def _written_out(operator: Any, wrapped: ScaledOperator) -> tuple[Array | None, How]:
     """The matrix, where it is given or costs few products."""
-    side, room = min(wrapped.outputs, wrapped.size), attention_base.MEMORY_BUDGET // 8
+    side, room = min(wrapped.outputs, wrapped.size), attention_memory.MEMORY_BUDGET // 8
     if wrapped.outputs * wrapped.size > room:
         return None, "probabilistic"
     if not isinstance(operator, LinearOperator):

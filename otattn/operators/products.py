@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import base as attention_base
+from otattn.attention import memory as attention_memory
 from otattn.operators import threads
 from otattn.operators.layer import Factor, HeadSlices, Mixing, SoftmaxLayer
 from otattn.operators.streaming import PANEL_ROWS, KernelTiles, Panel, Tiling
@@ -63,7 +63,7 @@ class HeadProducts:
         n, heads = layer.n, len(layer.heads)
         automatic = threads.blas_threads() if n >= THREADED_FROM else 1
         self.workers = max(1, min(automatic if workers is None else workers, n))
-        budget = attention_base.MEMORY_BUDGET if memory is None else memory
+        budget = attention_memory.MEMORY_BUDGET if memory is None else memory
         keep, slots = self._cut(budget)
         self.stored = keep
         self.root = None if layer.root is None else layer.root.astype(dtype)

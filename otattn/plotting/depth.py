@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from otattn.lipschitz.local.depth import DepthProfile
 from otattn.plotting.style import COLORS, axes, expect, finished
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["plot_depth"]
 
 
-def plot_depth(profile: DepthProfile, *, ax: Any = None) -> Any:
+def plot_depth(profile: DepthProfile, *, ax: Axes | None = None) -> Axes:
     """The norm of the first 1, 2, ... stages with its error bar, each stage's own norm, and their product; log scale.
 
     Where the profile has them: the splitting part and the measured stability between two texts.

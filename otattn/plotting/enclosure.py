@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +13,13 @@ from otattn.lipschitz.local.growth import fit_exponent
 from otattn.plotting.growth import against_tokens
 from otattn.plotting.style import COLORS, axes, expect, finished
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["plot_enclosure", "plot_head_enclosures", "plot_real_against_adversarial"]
 
 
-def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
+def plot_enclosure(table: EnclosureTable, *, ax: Axes | None = None) -> Axes:
     """The band between witnessed lower and proven upper bounds, and the published bound above it; log-log.
 
     A mean-field row (any measure) is drawn as horizontal lines.
@@ -47,7 +50,7 @@ def plot_enclosure(table: EnclosureTable, *, ax: Any = None) -> Any:
     )
 
 
-def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Any = None) -> Any:
+def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
     """One interval a head from the witnessed lower to the proven upper bound; published bound and real tokens beside it.
 
     ``rows`` have the keys ``head``, ``lower``, ``upper``, ``published`` and ``real``.
@@ -70,7 +73,7 @@ def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Any = None)
     )
 
 
-def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Any = None) -> Any:
+def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Axes | None = None) -> Axes:
     """Local constants at real and at adversarial tokens, one thin line a head, geometric means with exponents."""
     expect(result, RealAgainstAdversarial, "result")
     ax = axes(ax)

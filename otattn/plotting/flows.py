@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.dynamics.clustering import ClusterHistory
 from otattn.dynamics.flow_stability import FlowStability
 from otattn.dynamics.mean_field_limit import MeanFieldLimit
@@ -16,6 +16,9 @@ from otattn.dynamics.polytope import LimitPolytope
 from otattn.dynamics.residual import DepthConvergence
 from otattn.dynamics.trajectory import Trajectory
 from otattn.plotting.style import COLORS, axes, expect, finished
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "animate_flow",
@@ -29,7 +32,6 @@ __all__ = [
     "plot_token_flow",
 ]
 
-Array = NDArray[np.float64]
 LOG10 = math.log(10.0)
 
 
@@ -44,7 +46,7 @@ def axes_3d(ax: Any = None, *, figsize: tuple[float, float] = (5.6, 5.2)) -> Any
     return axes(None, figsize=figsize, projection="3d")
 
 
-def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
+def plot_token_flow(trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
     """Paths of tokens in the plane (or positions against time in dimension 1); hollow at the start, full at the end.
 
     Parameters
@@ -76,7 +78,8 @@ def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
         return ax
     ax.plot(X[:, :, 0], X[:, :, 1], color=COLORS["sky"], lw=0.8, alpha=0.8, zorder=1)
     ax.scatter(
-        *X[0].T,
+        X[0, :, 0],
+        X[0, :, 1],
         s=sizes,
         facecolors="white",
         edgecolors=COLORS["blue"],
@@ -84,12 +87,14 @@ def plot_token_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
         zorder=2,
         label=f"t = {trajectory.times[0]:.3g}",
     )
-    ax.scatter(*X[-1].T, s=sizes, color=COLORS["red"], lw=0, zorder=3, label=f"t = {trajectory.times[-1]:.3g}")
+    ax.scatter(
+        X[-1, :, 0], X[-1, :, 1], s=sizes, color=COLORS["red"], lw=0, zorder=3, label=f"t = {trajectory.times[-1]:.3g}"
+    )
     ax.set_aspect("equal", adjustable="datalim")
     return finished(ax, xlabel="first coordinate", ylabel="second coordinate")
 
 
-def plot_sphere_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
+def plot_sphere_flow(trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
     """Paths of tokens of dimension 3 around a transparent sphere of their mean final norm.
 
     Parameters
@@ -103,24 +108,24 @@ def plot_sphere_flow(trajectory: Trajectory, *, ax: Any = None) -> Any:
         raise ValueError(
             f"trajectory must have dimension 3, received {trajectory.dim}; plot_token_flow draws the plane."
         )
-    ax = axes_3d(ax)
+    sphere: Any = axes_3d(ax)
     X = trajectory.points
     R = float(np.linalg.norm(X[-1], axis=1).mean())
     u, v = np.linspace(0, 2 * np.pi, 41), np.linspace(0, np.pi, 21)
     ball = [np.outer(np.cos(u), np.sin(v)), np.outer(np.sin(u), np.sin(v)), np.outer(np.ones_like(u), np.cos(v))]
-    ax.plot_surface(*(0.99 * R * c for c in ball), color=COLORS["grey"], alpha=0.12, lw=0)
-    ax.plot_wireframe(*(0.99 * R * c for c in ball), rstride=5, cstride=5, color=COLORS["grey"], lw=0.3, alpha=0.5)
+    sphere.plot_surface(*(0.99 * R * c for c in ball), color=COLORS["grey"], alpha=0.12, lw=0)
+    sphere.plot_wireframe(*(0.99 * R * c for c in ball), rstride=5, cstride=5, color=COLORS["grey"], lw=0.3, alpha=0.5)
     for i in range(trajectory.n):
-        ax.plot(*X[:, i].T, color=COLORS["blue"], lw=0.9, alpha=0.8)
+        sphere.plot(*X[:, i].T, color=COLORS["blue"], lw=0.9, alpha=0.8)
     sizes = _sizes(trajectory)
-    ax.scatter(*X[0].T, s=sizes, facecolors="white", edgecolors=COLORS["blue"], depthshade=False)
-    ax.scatter(*X[-1].T, s=sizes, color=COLORS["red"], depthshade=False)
-    ax.set_box_aspect((1, 1, 1))
-    ax.set_axis_off()
-    return ax
+    sphere.scatter(*X[0].T, s=sizes, facecolors="white", edgecolors=COLORS["blue"], depthshade=False)
+    sphere.scatter(*X[-1].T, s=sizes, color=COLORS["red"], depthshade=False)
+    sphere.set_box_aspect((1, 1, 1))
+    sphere.set_axis_off()
+    return sphere
 
 
-def plot_cluster_counts(history: ClusterHistory, *, ax: Any = None) -> Any:
+def plot_cluster_counts(history: ClusterHistory, *, ax: Axes | None = None) -> Axes:
     """Number of clusters against time; the three longest plateaus before the end are marked.
 
     Parameters
@@ -133,7 +138,7 @@ def plot_cluster_counts(history: ClusterHistory, *, ax: Any = None) -> Any:
     ax.step(history.times, history.counts, where="post", color=COLORS["blue"], lw=1.8)
     long = sorted(history.plateaus()[:-1], key=lambda p: p.duration, reverse=True)[:3]
     for k, p in enumerate(long):
-        label = "longest plateaus" if k == 0 else None
+        label = "longest plateaus" if k == 0 else ""
         ax.hlines(p.count, p.start, p.stop, color=COLORS["orange"], lw=5, alpha=0.5, label=label)
     ax.set(xlabel="time t", ylabel=f"clusters (linked below {history.tol:.2g})")
     ax.set_ylim(0, 1.08 * max(int(history.counts.max()), 1))
@@ -142,7 +147,7 @@ def plot_cluster_counts(history: ClusterHistory, *, ax: Any = None) -> Any:
     return ax
 
 
-def plot_limit_polytope(polytope: LimitPolytope, trajectory: Trajectory, *, ax: Any = None) -> Any:
+def plot_limit_polytope(polytope: LimitPolytope, trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
     """Rescaled tokens in the plane with the polytope that they tend to.
 
     Parameters
@@ -158,16 +163,18 @@ def plot_limit_polytope(polytope: LimitPolytope, trajectory: Trajectory, *, ax: 
     ax = plot_token_flow(trajectory, ax=ax)
     x = polytope.vertices - polytope.vertices.mean(axis=0)
     around = polytope.vertices[np.argsort(np.arctan2(x[:, 1], x[:, 0]))]
-    ax.fill(*around.T, facecolor=COLORS["yellow"], edgecolor=COLORS["black"], lw=1.2, alpha=0.35, zorder=0)
+    ax.fill(
+        around[:, 0], around[:, 1], facecolor=COLORS["yellow"], edgecolor=COLORS["black"], lw=1.2, alpha=0.35, zorder=0
+    )
     ax.scatter(
-        *around.T, marker="s", s=46, facecolors="none", edgecolors=COLORS["black"], zorder=4,
+        around[:, 0], around[:, 1], marker="s", s=46, facecolors="none", edgecolors=COLORS["black"], zorder=4,
         label=f"{polytope.n_vertices} vertices",
     )  # fmt: skip
     ax.legend(fontsize=8, frameon=False)
     return ax
 
 
-def plot_flow_stability(stability: FlowStability, *, ax: Any = None) -> Any:
+def plot_flow_stability(stability: FlowStability, *, ax: Axes | None = None) -> Axes:
     """Growth of the distance of two flows (log10), with the Gronwall bounds.
 
     Parameters
@@ -201,7 +208,7 @@ def plot_flow_stability(stability: FlowStability, *, ax: Any = None) -> Any:
     )
 
 
-def plot_depth_convergence(study: DepthConvergence, *, ax: Any = None) -> Any:
+def plot_depth_convergence(study: DepthConvergence, *, ax: Axes | None = None) -> Axes:
     """Distance of residual networks from their flow against the depth, log-log, with the fitted order."""
     expect(study, DepthConvergence, "study")
     ax = axes(ax)
@@ -212,7 +219,7 @@ def plot_depth_convergence(study: DepthConvergence, *, ax: Any = None) -> Any:
     return finished(ax, xlabel="depth L", ylabel="root mean square distance at the end")
 
 
-def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Any = None) -> Any:
+def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Axes | None = None) -> Axes:
     """Distance of n-particle flows from the limit flow against n, log-log: samples (dots), their mean, fitted rate."""
     expect(study, MeanFieldLimit, "study")
     ax = axes(ax)

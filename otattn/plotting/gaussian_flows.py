@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from otattn._linalg import Array
 from otattn.dynamics.gaussian_trajectory import GaussianTrajectory
 from otattn.dynamics.limit_rank import RankHistogram
 from otattn.plotting.flows import axes_3d
 from otattn.plotting.style import COLORS, axes, expect, finished
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "plot_covariance_cone",
@@ -21,7 +24,6 @@ __all__ = [
     "plot_shape_disc",
 ]
 
-Array = NDArray[np.float64]
 PALETTE = ("blue", "orange", "green", "purple", "sky", "red")
 
 
@@ -32,8 +34,11 @@ def cone_coordinates(covs: Array) -> Array:
 
 
 def plot_covariance_cone(
-    trajectories: GaussianTrajectory | Iterable[GaussianTrajectory], *, max_trace: float | None = None, ax: Any = None
-) -> Any:
+    trajectories: GaussianTrajectory | Iterable[GaussianTrajectory],
+    *,
+    max_trace: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Covariances of dimension 2 inside the cone of positive semi-definite matrices.
 
     Parameters
@@ -45,28 +50,28 @@ def plot_covariance_cone(
     ax : three-dimensional matplotlib Axes, optional
     """
     flows = _plane(trajectories)
-    ax = axes_3d(ax)
+    space: Any = axes_3d(ax)
     start = max(math.exp(float(g.log_traces[0])) for g in flows)
     below = [math.exp(min(float(g.log_traces.max()), 700.0)) for g in flows]
     height = max_trace or 1.2 * max([start, *[v for v in below if v < 4.0 * start]])
     r, angle = np.meshgrid([0.0, height], np.linspace(0.0, 2.0 * np.pi, 61))
-    ax.plot_surface(r * np.cos(angle), r * np.sin(angle), r, color=COLORS["grey"], alpha=0.10, lw=0)
+    space.plot_surface(r * np.cos(angle), r * np.sin(angle), r, color=COLORS["grey"], alpha=0.10, lw=0)
     rim = np.linspace(0.0, 2.0 * np.pi, 121)
-    ax.plot(height * np.cos(rim), height * np.sin(rim), height, color=COLORS["grey"], lw=0.8)
+    space.plot(height * np.cos(rim), height * np.sin(rim), height, color=COLORS["grey"], lw=0.8)
     for k, g in enumerate(flows):
         keep = np.maximum.accumulate(g.log_traces) <= math.log(height)
         if not keep.any():
             continue
         points = cone_coordinates(np.exp(g.log_traces[keep])[:, None, None] * g.shapes[keep])
         color = COLORS[PALETTE[k % len(PALETTE)]]
-        ax.plot(*points.T, color=color, lw=1.0)
-        ax.scatter(*points[:1].T, s=14, facecolors="white", edgecolors=color, depthshade=False)
-        ax.scatter(*points[-1:].T, s=14, color=color, depthshade=False)
-    ax.set(xlabel="a - b", ylabel="2c", zlabel="a + b")
-    return ax
+        space.plot(*points.T, color=color, lw=1.0)
+        space.scatter(*points[:1].T, s=14, facecolors="white", edgecolors=color, depthshade=False)
+        space.scatter(*points[-1:].T, s=14, color=color, depthshade=False)
+    space.set(xlabel="a - b", ylabel="2c", zlabel="a + b")
+    return space
 
 
-def plot_shape_disc(trajectories: GaussianTrajectory | Iterable[GaussianTrajectory], *, ax: Any = None) -> Any:
+def plot_shape_disc(trajectories: GaussianTrajectory | Iterable[GaussianTrajectory], *, ax: Axes | None = None) -> Axes:
     """``Sigma / tr Sigma`` of dimension 2 in the unit disc: the centre is isotropic, the circle has rank one.
 
     Parameters
@@ -91,7 +96,7 @@ def plot_shape_disc(trajectories: GaussianTrajectory | Iterable[GaussianTrajecto
     return finished(ax, legend=place, xlabel="(a - b) / (a + b)", ylabel="2c / (a + b)", ylim=(-1.06, 1.3))
 
 
-def plot_covariance_ellipses(trajectory: GaussianTrajectory, *, count: int = 8, ax: Any = None) -> Any:
+def plot_covariance_ellipses(trajectory: GaussianTrajectory, *, count: int = 8, ax: Axes | None = None) -> Axes:
     """Ellipses of one standard deviation at ``count`` of the times, from light to dark."""
     expect(trajectory, GaussianTrajectory, "trajectory")
     _plane(trajectory)
@@ -114,7 +119,7 @@ def plot_covariance_ellipses(trajectory: GaussianTrajectory, *, count: int = 8, 
     return finished(ax, xlabel="first coordinate", ylabel="second coordinate")
 
 
-def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, ax: Any = None) -> Any:
+def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, ax: Axes | None = None) -> Axes:
     """How many limits have each rank, one colour an experiment; hatched parts had not settled.
 
     Parameters

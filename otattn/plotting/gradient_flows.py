@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,13 +11,16 @@ from otattn.gradient_flow.dissipation import EnergyDissipation
 from otattn.gradient_flow.table import StructureTable
 from otattn.plotting.style import COLORS, axes, expect, finished
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["plot_displacement_convexity", "plot_energy_dissipation", "plot_structure_table"]
 
 _FLOOR = 1e-17
 _COLUMNS = ("field", "wasserstein", "twisted", "mobility", "bures", "dissipation")
 
 
-def plot_energy_dissipation(result: EnergyDissipation, *, ax: Any = None) -> Any:
+def plot_energy_dissipation(result: EnergyDissipation, *, ax: Axes | None = None) -> Axes:
     """The change of the energy along the flow (dots) and the work of the velocity (line), which must agree.
 
     Parameters
@@ -43,7 +46,7 @@ def plot_energy_dissipation(result: EnergyDissipation, *, ax: Any = None) -> Any
     return finished(ax, xlabel="time t of the flow", ylabel=f"E(mu_t) - E(mu_0){unit}")
 
 
-def plot_structure_table(table: StructureTable, *, ax: Any = None) -> Any:
+def plot_structure_table(table: StructureTable, *, ax: Axes | None = None) -> Axes:
     """Defects of every variant as a heat map of their powers of ten: dark where a structure holds.
 
     Parameters
@@ -78,7 +81,7 @@ def plot_structure_table(table: StructureTable, *, ax: Any = None) -> Any:
     return ax
 
 
-def plot_displacement_convexity(result: DisplacementConvexity, *, ax: Any = None) -> Any:
+def plot_displacement_convexity(result: DisplacementConvexity, *, ax: Axes | None = None) -> Axes:
     """The energy along the geodesic of the most violating pair, its chord, and where it bends down most.
 
     Parameters

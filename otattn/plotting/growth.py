@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 from otattn.lipschitz.local.growth import LocalGrowth
 from otattn.plotting.style import COLORS, axes, expect, finished
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["plot_crossover", "plot_local_growth"]
 
 
 def plot_local_growth(
-    growth: LocalGrowth, *, bounds: Mapping[str, Sequence[float]] | None = None, ax: Any = None
-) -> Any:
+    growth: LocalGrowth, *, bounds: Mapping[str, Sequence[float]] | None = None, ax: Axes | None = None
+) -> Axes:
     """Local constants of each head (thin), their geometric mean with its fitted exponent, and upper bounds; log-log.
 
     Parameters
@@ -59,8 +62,8 @@ def plot_crossover(
     log10_mean_field: Mapping[str, float],
     *,
     crossings: Mapping[str, float] | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: Axes | None = None,
+) -> Axes:
     """Discrete bounds that grow with n against mean-field bounds that do not; both axes in powers of ten.
 
     Parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from otattn import _validate as check
 from otattn.plotting.style import COLORS, axes, finished
 from otattn.stability.result import StabilityStudy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["plot_stability"]
 
@@ -22,8 +25,8 @@ def plot_stability(
     ratios: StabilityStudy | Iterable[Ratios] | Mapping[str, StabilityStudy | Iterable[Ratios]],
     *,
     labels: Sequence[str] | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: Axes | None = None,
+) -> Axes:
     """Spread of stability ratios, one group a map, one colour a metric.
 
     Parameters

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from otattn import _validate as check
 from otattn._files.saved import Saved
 from otattn._linalg import Array
-from otattn.measures import Ball, DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure, as_discrete
+from otattn.measures import Ball, DiscreteMeasure, GaussianMeasure, MeasureLike, SpaceTimeMeasure, as_discrete
 
 __all__ = [
     "gaussian_measure_pairs",
@@ -121,7 +121,7 @@ class perturbation_pairs(Saved):
     mu: DiscreteMeasure | SpaceTimeMeasure
     size: float
 
-    def __init__(self, mu: Any, size: float) -> None:
+    def __init__(self, mu: MeasureLike, size: float) -> None:
         object.__setattr__(self, "mu", mu if isinstance(mu, SpaceTimeMeasure) else as_discrete(mu))
         object.__setattr__(self, "size", check.positive(size, "size"))
 

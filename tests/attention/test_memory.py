@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from otattn.attention import SoftmaxAttention, base, kernels
+from otattn.attention import SoftmaxAttention, kernels, memory
 
 SCRIPT = """
 import json, resource, sys
@@ -68,20 +68,20 @@ def test_fifty_thousand_tokens_stay_below_the_budget(part: str) -> None:
 
 def test_blocks_fit_the_budget_and_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (1, 100, 5000, 50_000, 10_000_000):
-        rows = base.block_rows(n, n)
+        rows = memory.block_rows(n, n)
         assert 1 <= rows <= n
-        assert rows == 1 or 4 * 8 * rows * n <= base.MEMORY_BUDGET
+        assert rows == 1 or 4 * 8 * rows * n <= memory.MEMORY_BUDGET
         cut = list(kernels.blocks(n, n, None)) if n <= 50_000 else []
         assert sum(s.stop - s.start for s in cut) in (0, n)
-    monkeypatch.setattr(base, "MEMORY_BUDGET", 2**20)
-    assert base.block_rows(1000, 1000) == 32
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", 2**20)
+    assert memory.block_rows(1000, 1000) == 32
 
 
 def test_nothing_of_size_n_squared_is_kept_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     X = rng.standard_normal((100, 3))
     attention = SoftmaxAttention(np.eye(3), np.eye(3))
-    monkeypatch.setattr(base, "MEMORY_BUDGET", 8 * 100 * 100)
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", 8 * 100 * 100)
     largest = 0
     original = kernels.NormalisedKernel.weights_of
 
@@ -95,4 +95,4 @@ def test_nothing_of_size_n_squared_is_kept_beyond_the_budget(monkeypatch: pytest
     J = attention.jacobian(X)
     J.vjp(J.jvp(X))
     attention.field_jacobian(X, X)
-    assert largest <= base.MEMORY_BUDGET // 4
+    assert largest <= memory.MEMORY_BUDGET // 4

@@ -12,7 +12,7 @@ from otattn.attention import (
     MultiHeadAttention,
     RMSNorm,
     SoftmaxAttention,
-    base,
+    memory,
 )
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
@@ -194,7 +194,7 @@ def test_many_heads_share_the_memory_budget(monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(8)
     X = rng.standard_normal((32, 4))
     heads = [SoftmaxAttention(rng.standard_normal((4, 4)), np.eye(4)) for _ in range(12)]
-    monkeypatch.setattr(base, "MEMORY_BUDGET", 4 * 8 * 32 * 32)
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", 4 * 8 * 32 * 32)
     calls = 0
     original = heads[0]._kernel(DiscreteMeasure(X), None, None).weights_of.__func__  # type: ignore[attr-defined]
 

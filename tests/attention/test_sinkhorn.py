@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from otattn.attention import SinkhornAttention, base, laplacian
+from otattn.attention import SinkhornAttention, laplacian, memory
 from otattn.errors import ConvergenceError
 from otattn.measures import DiscreteMeasure
 
@@ -74,7 +74,7 @@ def test_conjugate_gradients_agree_with_factorisation(kind: str, scale: float, m
     assert abs(np.sum(g * J.jvp(v)) - np.sum(v * J.vjp(g))) <= 1e-12 * size
 
 
-@pytest.mark.parametrize(("n", "budget"), [(1100, base.MEMORY_BUDGET), (400, 2**18)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("n", "budget"), [(1100, memory.MEMORY_BUDGET), (400, 2**18)], ids=["kept", "recomputed"])
 def test_large_clouds_by_conjugate_gradients(n: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a factorisation, and then without a stored kernel, as for clouds beyond the memory budget."""
     rng = np.random.default_rng(15)
@@ -83,7 +83,7 @@ def test_large_clouds_by_conjugate_gradients(n: int, budget: int, monkeypatch: p
     v, g = rng.standard_normal((n, 3)), rng.standard_normal((n, 3))
     expected = attention.on_tokens(X)
     monkeypatch.setattr(laplacian, "DENSE_LIMIT", 100)
-    monkeypatch.setattr(base, "MEMORY_BUDGET", budget)
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", budget)
     assert marginal_error(attention, DiscreteMeasure(X)) <= 1.1e-10
     assert np.abs(attention.on_tokens(X) - expected).max() < 1e-8
     J = attention.jacobian(X)

@@ -9,9 +9,9 @@ from attention_maps import MAPS, D
 
 import otattn as oa
 from otattn.attention import FeedForward
-from otattn.attention.feed_forward import _FUNCTIONS
+from otattn.attention.feed_forward import ACTIVATIONS
 from otattn.lipschitz.constants.regions import largest_norm
-from otattn.lipschitz.upper.token_maps import SLOPES, Setting, token_map
+from otattn.lipschitz.constants.token_maps import SLOPES, Setting, token_map
 
 whole_block = oa.bounds.whole_block
 NAMES = [
@@ -76,9 +76,9 @@ def test_ranges_of_slopes(name):
             assert abs(mp.diff(f, at)) <= abs(end)
             assert abs(mp.diff(f, at)) >= abs(end) - 1e-3
     assert all(abs(f(s)) <= abs(s) for s in grid)
-    if name in _FUNCTIONS:
+    if name in ACTIVATIONS:
         x = np.array([float(s) for s in grid])
-        assert np.allclose(_FUNCTIONS[name][1](x), [float(s) for s in slopes], atol=1e-9)
+        assert np.allclose(ACTIVATIONS[name][1](x), [float(s) for s in slopes], atol=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)

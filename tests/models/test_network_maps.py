@@ -5,7 +5,7 @@ import pytest
 import synthetic as syn
 
 import otattn as oa
-from otattn.attention import base
+from otattn.attention import memory
 from otattn.models import FeedForward, load_model
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
@@ -65,7 +65,7 @@ def test_memory_is_bounded(model, monkeypatch):
     F, X = model.map(), model.embed(model.ids(IDS))[0]
     v = np.random.default_rng(0).standard_normal(X.shape)
     kept, field = F.jacobian(X).jvp(v), F.field_jacobian(X, X)
-    monkeypatch.setattr(base, "MEMORY_BUDGET", 600)
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", 600)
     assert np.allclose(F.jacobian(X).jvp(v), kept, rtol=1e-12, atol=1e-12)
     assert np.allclose(F.field_jacobian(X, X), field, rtol=1e-12, atol=1e-12)
 
@@ -82,7 +82,7 @@ def test_the_field_of_a_feed_forward_part_comes_in_runs(gated, monkeypatch):
     )
     X = rng.standard_normal((9, 3))
     whole = part.field_jacobian(X, X)
-    monkeypatch.setattr(base, "MEMORY_BUDGET", 32 * 7 * 3 * 2)
+    monkeypatch.setattr(memory, "MEMORY_BUDGET", 32 * 7 * 3 * 2)
     assert np.array_equal(part.field_jacobian(X, X), whole)
     direction = rng.standard_normal((9, 3))
     assert np.allclose(

@@ -14,7 +14,7 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from otattn.attention import base as attention_base
+from otattn.attention import memory as attention_memory
 from otattn.data import load_sample
 from otattn.errors import ConvergenceError
 from otattn.measures import DiscreteMeasure
@@ -156,7 +156,7 @@ def test_one_by_one_and_single_row():
 def test_restarts_keep_the_memory_and_the_answer(monkeypatch):
     values = np.r_[1.0 - 1e-3 * np.arange(20), np.linspace(0.9, 0.0, 380)]
     M = matrix(values)
-    monkeypatch.setattr(attention_base, "MEMORY_BUDGET", 10 * M.shape[1] * 8)  # ten vectors
+    monkeypatch.setattr(attention_memory, "MEMORY_BUDGET", 10 * M.shape[1] * 8)  # ten vectors
     result = top_singular(M, precision="precise")
     assert result.iterations > 40
     check(result, M, 1.0)
@@ -167,7 +167,7 @@ def test_restarts_in_both_precisions(monkeypatch, precision):
     maps, X = layers()
     J, free = FusedJacobian(maps["layer"], X), top_singular(FusedJacobian(maps["layer"], X), tol=1e-12)
     J.prepare()
-    monkeypatch.setattr(attention_base, "MEMORY_BUDGET", 8 * X.size)  # the least basis of all
+    monkeypatch.setattr(attention_memory, "MEMORY_BUDGET", 8 * X.size)  # the least basis of all
     result = top_singular(J, precision=precision)
     assert result.converged
     assert result.value == pytest.approx(free.value, rel=result.tol)

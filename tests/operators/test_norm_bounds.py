@@ -10,7 +10,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from scipy.stats import binom
 
 from otattn.attention import SoftmaxAttention
-from otattn.attention import base as attention_base
+from otattn.attention import memory as attention_memory
 from otattn.operators import FusedJacobian, NormBounds, spectral_norm_bounds
 from otattn.operators import norm_bounds as module
 from otattn.operators.proved_norm import proved_norm, radius_norm
@@ -189,7 +189,7 @@ def test_a_wide_bound_is_still_a_bound(monkeypatch):
         lower, upper, _ = spectral_norm_bounds(diagonal(values), max_iter=steps)
         assert lower <= 1.0 <= upper
     # no memory for the basis: it is not kept, and the bound holds without orthogonality
-    monkeypatch.setattr(attention_base, "MEMORY_BUDGET", 20 * 8 * LARGE)
+    monkeypatch.setattr(attention_memory, "MEMORY_BUDGET", 20 * 8 * LARGE)
     lower, upper, _ = spectral_norm_bounds(diagonal(values), tol=1e-4)
     assert 0.99 <= lower <= 1.0 <= upper <= 1.0 + 2e-4
 

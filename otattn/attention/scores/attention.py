@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn.attention.base import AttentionMap, Measure, Values, finite
-from otattn.attention.jacobian import JacobianOperator
+from otattn._linalg import Array
+from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.jacobian import JacobianOperator, finite
+from otattn.attention.kernels import Values
 from otattn.attention.scores.kernel import ScoreJacobian, ScoreKernel
 from otattn.attention.scores.positions import Mask, PositionBias, Rotation
 from otattn.attention.tokenwise import TokenwiseMap
 from otattn.measures import SpaceTimeMeasure
 
 __all__ = ["ScoreAttention"]
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention.base import AttentionMap, Measure
+from otattn.attention.compose import Composite
 from otattn.attention.jacobian import JacobianOperator
 
 __all__ = ["GatedAttention"]
 
-Array = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False, init=False)
-class GatedAttention(AttentionMap):
+class GatedAttention(Composite):
     r"""``x -> sigmoid(G x + g) o Gamma_mu(x)``, entry by entry.
 
     Parameters
@@ -64,32 +64,12 @@ class GatedAttention(AttentionMap):
         object.__setattr__(self, "gate_bias", b)
 
     @property
-    def in_dim(self) -> int | None:
-        return self.map.in_dim
-
-    @property
-    def out_dim(self) -> int | None:
-        return self.map.out_dim
-
-    @property
-    def causal(self) -> bool:
-        return self.map.causal
+    def _parts(self) -> tuple[AttentionMap, ...]:
+        return (self.map,)
 
     @property
     def kind(self) -> str:
         return f"GatedAttention({self.map.kind})"
-
-    @property
-    def _kernels(self) -> int:
-        return self.map._kernels
-
-    @property
-    def _tol(self) -> float:
-        return self.map._tol
-
-    @property
-    def _width(self) -> int:
-        return self.map._width
 
     def _slopes(self, x: Array) -> tuple[Array, Array]:
         """The gates and their derivatives at the rows of x, ``(m, e)`` or ``(m, 1)``."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import cloud_centre
-from otattn.attention import base
+from otattn._linalg import Array, cloud_centre
+from otattn.attention import memory
 from otattn.attention.base import Measure
 from otattn.attention.jacobian import JacobianOperator
-from otattn.attention.kernels import blocks
-from otattn.attention.normalised_jacobian import _apply_softmax_derivative
+from otattn.attention.memory import blocks
+from otattn.attention.single_head import _apply_softmax_derivative
 from otattn.attention.tokenwise import TokenwiseMap
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreJacobian", "ScoreKernel"]
 
-Array = NDArray[np.float64]
 Product = Callable[[Array], Array]
 FLAT = 350.0
 """Beyond this many caps the slope of the cap is below the smallest float; clipped so that the square does not overflow."""
@@ -204,7 +203,7 @@ class ScoreJacobian:
         self.value = _Features.of(map.V, map.value_bias, map.value_norm, y)
         self.blocks = list(blocks(n, n, kernel.block_size))
         self.stored: list[Rows] | None = None
-        if kernel.block_size is None and 8 * n * n * map._kernels <= base.MEMORY_BUDGET // 2:
+        if kernel.block_size is None and 8 * n * n * map._kernels <= memory.MEMORY_BUDGET // 2:
             self.stored = [kernel.rows_of(self.Q, kernel.places, rows) for rows in self.blocks]
 
     def rows(self) -> Iterator[tuple[slice, Rows]]:

@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
 from otattn._files.saved import Saved
+from otattn._linalg import Array
 from otattn.attention.rotary import LAYOUTS, rotate
 
 __all__ = ["Mask", "PositionBias", "Rotation", "alibi_slopes"]
 
-Array = NDArray[np.float64]
 SLACK = 1e-6
 """Positions are ``length * time``, times of a sequence ``i / n``: whole numbers but for rounding, far below this."""
 

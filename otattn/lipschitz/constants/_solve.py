@@ -1,9 +1,10 @@
-"""The two ways in which multipliers are found: a scalar search, or cvxpy."""
+"""The free choices of a certificate: its options, and multipliers by a scalar search or by cvxpy."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from scipy.optimize import minimize_scalar
 
 from otattn import _validate as check
 from otattn.errors import CertificateError
+from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.certificate import Statement
+from otattn.lipschitz.theorem import prove
 
 _ITERATION_OPTION = {"CLARABEL": "max_iter", "SCS": "max_iters"}
 
@@ -83,3 +87,26 @@ def cvxpy_solve(problem: Any, solver: str, max_iter: int | None = None) -> Propo
 def scalar_value(variable: Any) -> float:
     """The value of a scalar cvxpy variable."""
     return float(variable.value)
+
+
+def number(options: Mapping[str, Any], name: str, *, least: float = 0.0, most: float = math.inf) -> float:
+    """The entry ``name``, in ``[least, most]``."""
+    value = float(options[name])
+    if not least <= value <= most:
+        raise ValueError(f"the option {name} must be in [{least:g}, {most:g}], received {value!r}; it was altered.")
+    return value
+
+
+def integer(options: Mapping[str, Any], name: str, *, least: int = 1, most: int = 10**7) -> int:
+    """The entry ``name``, a whole number in ``[least, most]``."""
+    value = options[name]
+    if not math.isfinite(value) or value != int(value) or not least <= value <= most:
+        raise ValueError(
+            f"the option {name} must be an integer in [{least}, {most}], received {value!r}; it was altered."
+        )
+    return int(value)
+
+
+def trivial(statement: Statement) -> Bound:
+    """The constant of one token, or of ``V = 0``: the closed form is exact then."""
+    return prove("column_bound", statement.attention, statement.domain, statement.n, statement.p)

@@ -48,7 +48,9 @@ def two_largest(row: Any, sigma: Any, n: int) -> Any:
     2.
     """
     unit = max(top(row), top(sigma))
-    if unit == 0.0 or not math.isfinite(unit):
+    if not math.isfinite(top(row) + top(sigma)):
+        return math.inf
+    if unit == 0.0:
         return unit
     row, sigma = row / unit, sigma / unit
     alpha = n * row * row + 2.0 * np.sqrt(like(2.0, row)) * row * sigma

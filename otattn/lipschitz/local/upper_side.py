@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from otattn.attention import AttentionMap, base
+from otattn.attention import AttentionMap, memory
 from otattn.attention.base import Measure
 from otattn.lipschitz.local.enclosed import enclosed_norms, made_of_softmax
 from otattn.operators import measure_jacobian, spectral_norm_bounds
@@ -45,7 +45,7 @@ def constant_above(
     """
     n, d = int((mu.weights > 0).sum()), mu.dim
     e = d if attention.out_dim is None else attention.out_dim
-    fits = n * min(d, e) <= PROVED_SIDE and 8 * ENCLOSURE_COPIES * n * n * d * e <= 2 * base.MEMORY_BUDGET
+    fits = n * min(d, e) <= PROVED_SIDE and 8 * ENCLOSURE_COPIES * n * n * d * e <= 2 * memory.MEMORY_BUDGET
     if fits and made_of_softmax(attention):
         upper = max(enclosed_norms(attention, mu))
         if upper < np.inf:

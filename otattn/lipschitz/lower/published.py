@@ -1,4 +1,4 @@
-"""The published lower bounds of [CAP24] (see :mod:`otattn.lipschitz.upper.published`), and the regime of large radii."""
+"""The published lower bounds of [CAP24] and [KPM21] (see :mod:`otattn.lipschitz.upper.published`), and the regime of large radii."""
 
 from __future__ import annotations
 
@@ -200,3 +200,65 @@ def _rate(form: Head, R: float) -> tuple[float, Array, float, float]:
     # a complement of the reduced span only adds eigenvalues 0, and gamma >= 0 as it is
     residual = float(np.linalg.norm(form.A @ u - (u @ form.A @ u) * u))
     return max(gamma, 0.0), u, anchor, max(0.0, 1.0 - 2.0 * R * R * residual)
+
+
+def _ball_or_all(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return None if domain is None else centred_ball(attention, domain, n, p)
+
+
+@theorem(
+    "kim2021_dot_product",
+    statement="inf on R^d, about R^2 sup |V u| |A^T u| on the ball",
+    hypotheses="softmax without a mask and without a bias; centred ball or all of R^d; n >= 2 tokens; p = 2",
+    applies=every(softmax(masked=False), tokens(least=2), order_two, no_bias, _ball_or_all),
+    reference="[KPM21] Theorem 3.1",
+    kind="lower",
+    rigorous=False,
+    everywhere=True,
+)
+def kim2021_dot_product(attention: AttentionMap, domain: Ball | None, count: int, p: float, exact: bool) -> Bound:
+    r"""Dot-product attention is not Lipschitz on ``R^d``: inf without a radius, at least ``c R^2`` with one.
+
+    Put one token at 0 and the others at ``+-R u``, as evenly as n allows (n = 2: one at ``R u``; one left
+    over stays at 0). The token at 0 weighs all alike, so its own block of the Jacobian is ``V/n + V C A``
+    with ``C = (k/n) R^2 u u^T`` (k tokens away from 0; ``R^2 u u^T / 4`` for n = 2), which grows like ``R^2
+    |V u| |A^T u|``.
+
+    Returns
+    -------
+    Bound
+        kind "lower", with the witness: a measure of two or three atoms whose weights are multiples of
+        ``1/n``. For ``A = 0`` or ``V = 0`` the map is linear in the tokens and its constant ``||V||`` is
+        returned.
+    """
+    form, key = softmax_head(attention).on_span(), "kim2021_dot_product"
+    if not form.A.any() or not form.V.any():
+        return Bound(down(float(np.linalg.norm(form.V, 2))), "lower", domain=domain, n=count, theorem=key)
+    if domain is None:
+        return Bound(math.inf, "lower", n=count, theorem=key)
+    R = domain.radius
+    candidates = np.concatenate(
+        [np.linalg.svd(form.V)[2][:1], np.linalg.svd(form.A)[0].T[:1], np.linalg.svd(form.V @ form.A)[2][:1]]
+    )
+    balance = float(np.clip(float(np.linalg.norm(form.A, 2)) / float(np.linalg.norm(form.V, 2)), 1e-100, 1e100))
+    mixed = np.linalg.eigh(balance * form.V.T @ form.V + form.A @ form.A.T / balance)[1][:, -1:]
+    k = 2 * ((count - 1) // 2) if count > 2 else 1
+    share = k / count if count > 2 else 0.25
+    best, direction = 0.0, candidates[0]
+    for u in np.concatenate([candidates, mixed.T]):
+        block = form.V / count + share * R * R * np.outer(form.V @ u, form.A.T @ u)
+        norm = float(np.linalg.norm(block, 2))
+        if norm > best:
+            best, direction = norm, u
+    u = form.lift(direction)
+    value = down(best)
+    # equal tokens are one atom: n of them would take n rows
+    places, counts = ([1.0, 0.0], [1, 1]) if count == 2 else ([1.0, -1.0, 0.0], [k // 2, k // 2, count - k])
+    return Bound(
+        value,
+        "lower",
+        domain=domain,
+        n=count,
+        witness=DiscreteMeasure(np.outer(R * np.array(places), u), [m / count for m in counts]),
+        theorem=key,
+    )

@@ -20,7 +20,7 @@ is a coupling of ``F mu`` and ``F nu``, so with an optimal pi L is at least the 
    path ``(1-t) x + t y`` of a coupling (see :mod:`otattn.lipschitz`), whose integral is the left side above: it bounds L, not
    only the constant in W_p. Published theorems, whose proofs may be about ``W_p`` alone, are left out.
 
-**Token-wise maps**: :mod:`otattn.lipschitz.upper.token_maps`.
+**Token-wise maps**: :mod:`otattn.lipschitz.constants.token_maps`.
 
 **Images.** Attention with normalised kernels gives averages of its values: ``||V|| R + |b_V|`` a head (those of a sink are zero,
 gates are at most one), through its output matrix. A residual connection gives the ball of radius ``R + |s| R_out``.
@@ -61,9 +61,9 @@ from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, product,
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import largest_norm
 from otattn.lipschitz.constants.scores import ScoreNumbers
+from otattn.lipschitz.constants.token_maps import SLOPES, Setting, radius_of, token_map
 from otattn.lipschitz.theorem import THEOREMS, Theorem, theorem
 from otattn.lipschitz.upper.softmax import outward
-from otattn.lipschitz.upper.token_maps import SLOPES, Setting, radius_of, token_map
 from otattn.measures.domains import Ball, Domain
 
 __all__ = ["best_own", "own_theorems", "reach", "whole_block"]

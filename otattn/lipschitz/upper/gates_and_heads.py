@@ -28,11 +28,11 @@ from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, product,
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import largest_norm
 from otattn.lipschitz.constants.sum_of_heads import combine_heads
+from otattn.lipschitz.constants.token_maps import Setting
 from otattn.lipschitz.hypotheses import every, sum_of_heads
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.blocks import best_own, own_theorems, reach
 from otattn.lipschitz.upper.softmax import outward
-from otattn.lipschitz.upper.token_maps import Setting
 from otattn.measures.domains import Domain
 
 __all__ = ["gated_bound", "heads_bound"]

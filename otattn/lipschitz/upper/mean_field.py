@@ -66,7 +66,7 @@ from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
-from otattn.lipschitz.constants._options import number, trivial
+from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of, psd_defect
 from otattn.lipschitz.hypotheses import any_measure, every, softmax

@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.sparse.linalg import svds
 
 from otattn import _validate as check
-from otattn._linalg import norm_upper, product_error, spectral_norm_upper
+from otattn._linalg import Array, norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.attention.head import Head, heads_of
 from otattn.lipschitz.bound import Bound
@@ -51,7 +51,6 @@ from otattn.measures import as_discrete
 
 __all__ = ["near_tokens"]
 
-Array = NDArray[np.float64]
 _BRANCHES = ("perturbation", "second_order", "direct", "global")
 _DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
 

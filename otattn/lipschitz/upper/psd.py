@@ -82,7 +82,7 @@ from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
-from otattn.lipschitz.constants._options import number, trivial
+from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import UnitNumbers, least_stretch, numbers_of, psd_defect, unit_numbers
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens

@@ -50,7 +50,7 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, like, upper
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
-from otattn.lipschitz.constants._options import integer, number, trivial
+from otattn.lipschitz.constants._solve import integer, number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens

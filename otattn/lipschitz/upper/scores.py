@@ -70,9 +70,7 @@ def _sums(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
         return None
     if attention.mask is not None:
         return f"under a mask the column sums of any measure are not bounded; give n, or p = inf, received p = {p:g}"
-    if attention.bias is not None and attention.bias.slope != 0.0 and attention.length is None:
-        return "a slope over positions without end bounds no logit; give n, or a length of the map"
-    return None
+    return _sums_of_bias(attention, n)
 
 
 def _averages(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
@@ -132,15 +130,10 @@ def score_row_bound(attention: ScoreAttention, domain: Domain | None, n: int | N
     x = ScoreNumbers(attention, domain, exact)
     half = lift(2.0) if exact else 2.0
     phi, sigma = up(np.maximum(x.v, (x.v + x.t) / np.sqrt(half))), x.sigma
-    if n == 1:
-        value = _one_token(x)
-    elif math.isfinite(top(phi) + top(sigma)):
-        value = two_largest(phi, sigma, n)
-        rows = _rows_that_see(attention, n)
-        if rows < n:
-            value = least(value, up(phi * np.sqrt(x.number(float(rows))) + sigma))
-    else:
-        value = math.inf
+    value = _one_token(x) if n == 1 else two_largest(phi, sigma, n)
+    rows = _rows_that_see(attention, n)
+    if rows < n:
+        value = least(value, up(phi * np.sqrt(x.number(float(rows))) + sigma))
     details = {"row_constant": phi, "sigma": sigma, "t": x.t}
     return outward(log(value), "score_row_bound", domain, n, 2.0, details)
 
@@ -345,8 +338,5 @@ def rotary_row_bound(attention: RotaryAttention, domain: Domain, n: int | None, 
     G, H = product(k, product(q, R) + query, s), product(q, product(k, R) + key, s)
     t, sigma = product(G, R), up(product(v, R, H))
     phi = up(np.maximum(1.0, (1.0 + t) / np.sqrt(lift(2.0) if exact else 2.0)))
-    if n == 1 or is_zero(v):
-        value = v
-    else:
-        value = two_largest(product(v, phi), sigma, n) if math.isfinite(top(phi) + top(sigma)) else math.inf
+    value = v if n == 1 or is_zero(v) else two_largest(product(v, phi), sigma, n)
     return outward(log(value), "rotary_row_bound", domain, n, 2.0, {"row_constant": phi, "sigma": sigma, "t": t})

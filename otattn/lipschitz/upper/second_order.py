@@ -31,10 +31,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.errors import CertificateError
 from otattn.lipschitz.certificate import Certificate, Statement, certify_value, dual_function, problem_function
@@ -48,7 +49,6 @@ from otattn.measures import as_discrete
 
 __all__ = ["certified_constants", "certified_radius", "certify"]
 
-Array = NDArray[np.float64]
 Kind = Literal["pairs", "constant"]
 _NAMES = {"pairs": "second_order/pairs", "constant": "second_order"}
 

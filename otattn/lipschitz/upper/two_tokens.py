@@ -44,7 +44,7 @@ from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
-from otattn.lipschitz.constants._options import number, trivial
+from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of
 from otattn.lipschitz.hypotheses import every, order_two, softmax

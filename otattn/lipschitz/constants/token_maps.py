@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
-from otattn.attention import MLP, FeedForward, LayerNorm
+from otattn.attention import LayerNorm
+from otattn.attention.feed_forward import Perceptron
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, lower
 from otattn.lipschitz.arithmetic.rounding import LEAST, down, least, product, top, up
@@ -76,12 +77,11 @@ def radius_of(value: Any) -> float:
     return max(float(np.nextafter(top(up(value)), np.inf)), LEAST)
 
 
-def token_map(part: LayerNorm | MLP | FeedForward, domain: Domain, R: Any, s: Setting) -> tuple[Any, Domain]:
+def token_map(part: LayerNorm | Perceptron, domain: Domain, R: Any, s: Setting) -> tuple[Any, Domain]:
     """The constant of a token-wise map on a domain of largest norm R, and a domain that holds its image."""
     if isinstance(part, LayerNorm):
         return _norm(part, domain, R, s)
-    gated = isinstance(part, FeedForward) and part.gate is not None
-    value, reach = _gated(part, R, s) if isinstance(part, FeedForward) and gated else _perceptron(part, R, s)
+    value, reach = _perceptron(part, R, s)
     return value, Ball(radius_of(reach))
 
 
@@ -113,29 +113,16 @@ def _distance(part: LayerNorm, domain: Domain, s: Setting) -> float:
     return max(0.0, down(away) if away > 0.0 else 0.0)
 
 
-def _perceptron(part: MLP | FeedForward, R: Any, s: Setting) -> tuple[Any, Any]:
-    U, b, W, c = _weights(part)
+def _perceptron(part: Perceptron, R: Any, s: Setting) -> tuple[Any, Any]:
+    U, b, W, c, G, g = part.parts
     m, M = SLOPES[part.activation]
-    w, u = s.norm(W), s.norm(U)
-    value = product(max(abs(m), abs(M)), w, u)
-    split = product(0.5 * abs(m + M), s.of_product(W, U)) + product(0.5 * (M - m), w, u)
-    return least(up(value), up(split)), product(w, product(u, R) + s.length(b)) + s.length(c)
-
-
-def _weights(part: MLP | FeedForward) -> tuple[Any, Any, Any, Any]:
-    if isinstance(part, MLP):
-        return part.U, part.b, part.W, part.output_bias
-    return part.up, part.up_bias, part.down, part.down_bias
-
-
-def _gated(part: FeedForward, R: Any, s: Setting) -> tuple[Any, Any]:
-    assert part.gate is not None
-    slope = max(abs(x) for x in SLOPES[part.activation])
-    w, u, g = s.norm(part.down), s.norm(part.up), s.norm(part.gate)
-    gate = _largest_entry(part.gate, part.gate_bias, R, s)
-    entry = _largest_entry(part.up, part.up_bias, R, s)
-    value = product(w, product(gate, u) + product(slope, entry, g))
-    return value, product(w, gate, product(u, R) + s.length(part.up_bias)) + s.length(part.down_bias)
+    slope, w, u = max(abs(m), abs(M)), s.norm(W), s.norm(U)
+    if G is None:
+        split = product(0.5 * abs(m + M), s.of_product(W, U)) + product(0.5 * (M - m), w, u)
+        return least(up(product(slope, w, u)), up(split)), product(w, product(u, R) + s.length(b)) + s.length(c)
+    gate, entry = _largest_entry(G, g, R, s), _largest_entry(U, b, R, s)
+    value = product(w, product(gate, u) + product(slope, entry, s.norm(G)))
+    return value, product(w, gate, product(u, R) + s.length(b)) + s.length(c)
 
 
 def _largest_entry(G: Any, b: Any, R: Any, s: Setting) -> Any:
