@@ -4,6 +4,12 @@ Row i of the head: weights ``P_ij``, values and keys from their means under the 
 ``k_ij = A^T (x_j - sum_k P_ik x_k)``, the gradient ``g_i = A x_i + c`` of its logits, and the field ``F_i = sum_j P_ij y_ij
 k_ij^T``. A row sums over what it sees: a hidden token has weight 0.
 
+A sink is one more column: a value and a key that do not move, its weight a part of the row's mass. Cumulants under P are sums
+over all columns. Of the factors of a term those that stem from moved values and keys of others vanish at the sink, so that in a
+sum with one of them it is left out: there only :attr:`HeadAtTokens.moving` enters, whose rows have a mass below one (means and
+field are those of the whole row). The sink stays where each factor is a centred value or key under a move of the row's own
+token: in the field, in :func:`sink_terms`, and in sums of the third order.
+
 Every bound of this folder is proved in two steps. It is a norm of a matrix made of these numbers; the floats are
 taken as exact numbers and rounding in the norm is counted; and the floats are off by at most the errors below, which by the
 triangle inequality moves the norm by at most a sum of products of errors and sizes.
@@ -11,7 +17,7 @@ triangle inequality moves the norm by at most a sum of products of errors and si
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +27,7 @@ from otattn._linalg import norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants.moved_rows import MovedRows
 
-__all__ = ["HeadAtTokens", "head_at_tokens", "rounding"]
+__all__ = ["HeadAtTokens", "head_at_tokens", "rounding", "sink_terms"]
 
 Array = NDArray[np.float64]
 
@@ -32,15 +38,16 @@ class HeadAtTokens:
 
     Attributes
     ----------
-    P : (n, n)
-    y, k : (n, n, e), (n, n, d)
+    P : (n, m)
+        m = n, or n + 1 with a sink, the last.
+    y, k : (n, m, e), (n, m, d)
         Centred values and keys of each row.
     g : (n, d)
     V : (e, d)
     W : (D, e) or None
         Output matrix, in exact floats; None is the identity.
     field : (n, e, d)
-    dP, dy, dk, dg, dfield : (n, n) and (n,)
+    dP, dy, dk, dg, dfield : (n, m) and (n,)
         Bounds of the errors of P (entries), and of y, k, g, field (norms), row by row.
     dV : float
     a, v : float
@@ -75,6 +82,14 @@ class HeadAtTokens:
     def terms(self) -> int:
         """Products in the longest sums, a generous count."""
         return self.n + sum(self.V.shape) + 32
+
+    @cached_property
+    def moving(self) -> HeadAtTokens:
+        """Without the column of a sink."""
+        if self.P.shape[1] == self.n:
+            return self
+        real = np.s_[:, : self.n]
+        return replace(self, P=self.P[real], y=self.y[real], k=self.k[real], dP=self.dP[real])
 
     @cached_property
     def sizes(self) -> tuple[Array, Array, Array]:
@@ -122,6 +137,16 @@ def head_at_tokens(head: MovedRows, W: Array | None = None, A: Array | None = No
     return HeadAtTokens(
         P, y, k, head.g, V, W, field, dP, dy, dk, head.dg, dfield * up, head.lost, head.a, head.v, A, dA
     )
+
+
+def sink_terms(heads: list[HeadAtTokens]) -> float:
+    """Bound of ``sum_h W_h p_s y_s <k_s, delta_i>^2`` over unit delta, s the column of a sink: its part of ``kappa_3(v, a, a)``."""
+    total = np.zeros(heads[0].n)
+    for h in heads:
+        if h.P.shape[1] > h.n:
+            _, Y, K = h.sizes
+            total += (1.0 if h.W is None else float(norm_upper(h.W))) * h.weights[:, -1] * Y[:, -1] * K[:, -1] ** 2
+    return float(total.max()) * (1.0 + 8.0 * (len(heads) + 1) * EPS)
 
 
 def rounding(heads: list[HeadAtTokens]) -> float:

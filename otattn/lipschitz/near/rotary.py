@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm
-from otattn.attention import MaskedAttention, MultiHeadAttention, RotaryAttention, SoftmaxAttention
+from otattn.attention import MaskedAttention, MultiHeadAttention, RotaryAttention, ScoreAttention, SoftmaxAttention
 from otattn.attention.rotary import rotate
 from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.scores import score_heads
 
 __all__ = ["Lift", "lifted", "rotary_heads"]
 
@@ -92,28 +93,36 @@ def rotary_heads(map: Any) -> tuple[RotaryAttention, ...]:
 
 
 def lifted(map: Any, n: int) -> tuple[Lift, MaskedAttention | MultiHeadAttention]:
-    """The two stages of a sum of rotary heads at n tokens."""
-    heads = rotary_heads(map)
+    """The two stages of a sum of rotary heads, or of heads with composed logits, at n tokens."""
+    heads: tuple[Any, ...] = rotary_heads(map) or score_heads(map)
     narrow = _power([h.Q for h in heads] + [h.K for h in heads])
     low = _power([h.V for h in heads])
     rows, made = _Rows(), []
     for h in heads:
-        angles = _positions(h, n)[:, None] * h.frequencies
-        q = rows.place(h.Q, h.query_bias, narrow, angles, h.layout)
-        k = rows.place(h.K, h.key_bias, narrow, angles, h.layout)
+        turn = h if isinstance(h, RotaryAttention) else h.rotation
+        turned = () if turn is None else (_positions(h, n)[:, None] * turn.frequencies, turn.layout)
+        q = rows.place(h.Q, h.query_bias, narrow, *turned)
+        k = rows.place(h.K, h.key_bias, narrow, *turned)
         made.append((h, q, k, rows.place(h.V, h.value_bias, low)))
     lift = rows.lift()
-    size, plain = len(lift.L), []
-    for h, q, k, v in made:
-        A, V = np.zeros((size, size)), np.zeros((len(h.V), size))
-        A[np.arange(k.start, k.stop), np.arange(q.start, q.stop)] = h.scale / narrow**2
-        V[np.arange(len(h.V)), np.arange(v.start, v.stop)] = 1.0 / low
-        plain.append(SoftmaxAttention(A, V))
     several = isinstance(map, MultiHeadAttention)
     whole = MultiHeadAttention(
-        plain, map.outputs if several else None, output_bias=map.output_bias if several else None
+        [_picking(h, len(lift.L), parts, narrow, low) for h, *parts in made],
+        map.outputs if several else None,
+        output_bias=map.output_bias if several else None,
     )
-    return lift, MaskedAttention(whole) if heads[0].masked else whole
+    masked = isinstance(heads[0], RotaryAttention) and heads[0].masked
+    return lift, MaskedAttention(whole) if masked else whole
+
+
+def _picking(h: Any, size: int, parts: list[slice], narrow: float, low: float) -> SoftmaxAttention | ScoreAttention:
+    """The head on the lifted tokens."""
+    q, k, v = (np.eye(size)[part] for part in parts)
+    values, scale = v / low, h.scale / narrow**2
+    if isinstance(h, RotaryAttention):
+        return SoftmaxAttention(scale * (k.T @ q), values)
+    kept = {name: getattr(h, name) for name in ("bias", "mask", "sink", "length")}
+    return ScoreAttention(q, k, values, scale=scale, **kept)
 
 
 class _Rows:
