@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_tabl
 from otattn.lipschitz.near.expansion import AFFINE, Expansion
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
 from otattn.lipschitz.near.heads import Heads, heads_at, heads_expansion, softmax_heads, turned
+from otattn.lipschitz.near.normed import BlockNorms
 from otattn.lipschitz.near.rotary import Lift, lifted, rotary_heads
 from otattn.lipschitz.near.scores import bare, score_heads, why_no_scores
 from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms
@@ -75,10 +77,10 @@ def _path(map: AttentionMap, x: Array) -> list[_Point]:
     return out
 
 
-def _flat(map: AttentionMap, n: int) -> list[AttentionMap | Lift]:
+def _flat(map: AttentionMap, n: int) -> list[Any]:
     if isinstance(map, Compose):
         return [part for m in map.maps for part in _flat(m, n)]
-    return list(lifted(map, n)) if rotary_heads(map) or not bare(score_heads(map)) else [map]
+    return lifted(map, n) if rotary_heads(map) or not bare(score_heads(map)) else [map]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +115,7 @@ class _Point:
         e = map.out_dim or d
         small = n * max(d, e) <= DENSE
         if isinstance(map, TokenwiseMap):
-            value, slope = tokenwise_errors(map, x)
+            value, slope = map.errors(x) if isinstance(map, BlockNorms) else tokenwise_errors(map, x)
             return cls(map, x, map._map(x), _linear(map, x, small), slope, value)
         found = heads_at(map, x)
         image, lost = found.images()
@@ -129,6 +131,8 @@ class _Point:
         if self.branches:
             chains = tuple(_chain(list(b), left, right) for b in self.branches)
             return _Branches(chains, getattr(self.map, "scale", 1.0))
+        if isinstance(self.map, BlockNorms):
+            return self.map.expansion(self.x, left, right)
         if isinstance(self.map, TokenwiseMap):
             return tokenwise_expansion(self.map, self.x, left, right)
         assert self.heads is not None

@@ -6,8 +6,8 @@ since what is added does not move. A sink is one more column, of logit, key and 
 for logits ``<A x_i + c, y>`` and values ``V y`` without biases of the key and value (:mod:`~otattn.lipschitz.near.head` says what
 becomes of its rows).
 
-With a rotation, or with biases beside a sink, the map is affine maps of each token by its place and then such heads
-(:mod:`~otattn.lipschitz.near.rotary`): biases and turns are in the first stage.
+With a rotation, with norms, or with biases beside a sink, the map is a composition whose last stage is such heads
+(:mod:`~otattn.lipschitz.near.rotary`, :mod:`~otattn.lipschitz.near.normed`): biases, norms and turns are in the first stages.
 
 Positions are the whole numbers 1 to n where the map has no ``length``, ``length i / n`` in floats otherwise.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn.attention import MultiHeadAttention, ScoreAttention
+from otattn.attention import LayerNorm, MultiHeadAttention, ScoreAttention
 from otattn.attention.head import Head
 from otattn.lipschitz.constants._dual_quadratic import EPS
 
@@ -52,14 +52,22 @@ def why_no_scores(heads: tuple[ScoreAttention, ...]) -> str | None:
         if h.cap is not None:
             return "its logits have no soft cap, received one"
         for name in ("query_norm", "key_norm", "value_norm"):
-            if getattr(h, name) is not None:
-                return f"its queries, keys and values are not normalised, received a {name}"
+            norm = getattr(h, name)
+            if norm is not None and not isinstance(norm, LayerNorm):
+                return (
+                    f"queries, keys and values are normalised by LayerNorm or RMSNorm, received {norm.kind} as {name}"
+                )
     return None
 
 
 def bare(heads: tuple[ScoreAttention, ...]) -> bool:
     """Whether the logits are ``<A x + c, y>`` plus what does not move, and the values those of a softmax head."""
-    return all(h.rotation is None and (h.sink is None or (h.key_bias is None and h.value_bias is None)) for h in heads)
+    for h in heads:
+        moved = (h.rotation, h.query_norm, h.key_norm, h.value_norm)
+        biases = () if h.sink is None else (h.key_bias, h.value_bias)
+        if any(part is not None for part in (*moved, *biases)):
+            return False
+    return True
 
 
 def score_head(h: ScoreAttention, output: Array | None) -> Head:

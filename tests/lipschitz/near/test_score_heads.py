@@ -6,7 +6,7 @@ import mpmath as mp
 import numpy as np
 import pytest
 from climbing import climbed, directions, norm
-from exact_maps import derivatives, matrix, score
+from exact_maps import derivatives, layer_norm, matrix, score
 
 import otattn as oa
 from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
@@ -15,6 +15,8 @@ from otattn.lipschitz.near.build import _path, chain_at
 from otattn.lipschitz.near.gram_jacobian import jacobian_norm, with_outputs
 from otattn.lipschitz.near.head import sink_terms
 from otattn.lipschitz.near.heads import heads_at
+from otattn.lipschitz.near.normed import BlockNorms
+from otattn.lipschitz.near.rotary import lifted
 from otattn.lipschitz.near.third_order import third_order
 
 rng = np.random.default_rng(5)
@@ -50,6 +52,23 @@ LIFTED = {
     "biases and a sink": head(sink=0.5, **biases()),
     "turned and a sink": head(sink=1.0, rotation=Rotation.of_base(10.0, 4), mask=Mask(before=2), **biases()),
 }
+
+
+def root(k, eps=1e-6):
+    return oa.RMSNorm(1.0 + 0.3 * drawn(k), eps=eps)
+
+
+KEYS = root(4)
+NORMED = {
+    "QK-norm": head(query_norm=root(4), key_norm=root(4), rotation=Rotation.of_base(10.0, 4), mask=Mask(before=2)),
+    "cosine": head(query_norm=oa.RMSNorm(np.full(4, 0.5)), key_norm=oa.RMSNorm(np.full(4, 0.5)), value_bias=drawn(2)),
+    "all normed": head(
+        query_norm=oa.LayerNorm(drawn(4), drawn(4), eps=1e-2), key_norm=root(4), value_norm=root(2, 1e-1), sink=0.3
+    ),
+    "one normed": oa.MultiHeadAttention(
+        [head(query_norm=root(4, 1e-2)), head(**biases())], [drawn(3, 2), drawn(3, 2)], output_bias=drawn(3)
+    ),
+}
 SEVERAL = {
     "several": oa.MultiHeadAttention(
         [head(mask=Mask(before=1), sink=0.3), head(mask=Mask(), sink=-0.2)],
@@ -60,7 +79,14 @@ SEVERAL = {
         [head(mask=Mask(before=b), rotation=Rotation.of_base(10.0, 4), sink=s) for b, s in ((1, 0.3), (2, -0.2))]
     ),
 }
-ALL = BARE | LIFTED | SEVERAL
+ALL = BARE | LIFTED | NORMED | SEVERAL
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Each test draws the same numbers, whichever run before it."""
+    global rng
+    rng = np.random.default_rng(9)
 
 
 def exact(attention):
@@ -144,7 +170,7 @@ def test_the_gram_matrix_of_rows_with_a_sink():
     assert float(zeta.ravel() @ G @ zeta.ravel()) == pytest.approx(float(square), rel=1e-9)
 
 
-FEW = ["window", "strong sink", "turned and a sink"]
+FEW = ["window", "strong sink", "turned and a sink", "QK-norm"]
 EACH = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in FEW)]
 
 
@@ -157,14 +183,14 @@ def test_it_tends_to_the_local_constant(name):
         values = [b.value for b in bounds]
         assert values == sorted(values, reverse=True)
         assert here * (1 - 1e-12) <= values[-1] <= here * (1 + 1e-6)
-        assert bounds[0].details["how"] == "proved"
+        assert bounds[0].details["how"] == ("margins" if name in NORMED else "proved")
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_nothing_climbs_above(name):
     attention = ALL[name]
     for kind in ("pairs", "constant"):
-        bound = oa.certify(attention, X, radius=1e-3, kind=kind)
+        bound = oa.certify(attention, X, radius=1e-4 if name in NORMED else 1e-3, kind=kind)
         found = climbed(attention, X, bound.domain.radius * np.sqrt(len(X)), rng, kind == "constant", 4, 8)
         assert norm(attention, X) * 0.8 < found <= bound.value <= 3.0 * norm(attention, X)
 
@@ -183,7 +209,7 @@ def test_images_hold_the_exact_ones(name, far):
     assert 1e-17 < lost <= chain.image_error
 
 
-@pytest.mark.parametrize(("name", "far"), [("sink", 0.0), ("sink", 1e4), ("turned and a sink", 0.0), ("several", 0.0)])
+@pytest.mark.parametrize(("name", "far"), [("sink", 0.0), ("sink", 1e4), ("QK-norm", 0.0), ("several", 0.0)])
 def test_the_norm_of_the_jacobian_is_never_below_the_exact_one(name, far):
     attention, tokens = ALL[name], X[:3] * (1.0 if far == 0.0 else 1e-3) + far
     chain = chain_at(attention, tokens)
@@ -198,6 +224,45 @@ def test_the_norm_of_the_jacobian_is_never_below_the_exact_one(name, far):
         square = max(mp.eigsy(J * J.T, eigvals_only=True))
     assert mp.mpf(chain.norm) >= mp.sqrt(square) * (1 - mp.mpf(10) ** -20)
     assert far > 0.0 or chain.norm <= float(mp.sqrt(square)) * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_norms_of_blocks(turned):
+    """Derivatives in 40 digits of ``left N(right z)``, N a norm of three of five coordinates and one of the other two."""
+    blocks = BlockNorms(((slice(0, 3), oa.LayerNorm(drawn(3), eps=1e-2)), (slice(3, 5), root(2, 1e-1))), 6)
+    left, right = (drawn(6, 6) if turned else np.eye(6) for _ in range(2))
+    z = drawn(2, 6)
+    found = blocks.expansion(z @ right.T, *((left, right) if turned else (None, None)))
+
+    def f(x):
+        y = x * matrix(right).T
+        parts = [layer_norm(y[:, b.start : b.stop], n.gain, n.eps, n.center) for b, n in blocks.norms]
+        for (b, _), part in zip(blocks.norms, parts, strict=True):
+            for i in range(y.rows):
+                for t in range(part.cols):
+                    y[i, b.start + t] = part[i, t]
+        return y * matrix(left).T
+
+    values = [derivatives(f, z, D) for D in directions(rng, z.shape, 60)]
+    assert 0.05 * found.second <= max(v[1] for v in values) <= found.second
+    assert 0.01 * found.third(0.0) <= max(v[2] for v in values) <= found.third(0.0)
+    v, g = drawn(2, 6), drawn(2, 6)
+    assert np.sum(blocks._jvp(z, v) * g) == pytest.approx(np.sum(v * blocks._vjp(z, g)), rel=1e-12)
+    value, slope = blocks.errors(z)
+    assert 0.0 < value < 1e-11 > slope > 0.0
+
+
+def test_norms_are_shared_and_scaled():
+    """Heads that share keys and their norm have one block for them; without, or with another norm, two."""
+    K, both = drawn(4, 3), drawn(2, 4, 3)
+    for second, size in ((KEYS, 16), (root(4), 20), (None, 20)):
+        heads = [ScoreAttention(Q, K, np.eye(3)[:2], key_norm=n) for Q, n in zip(both, (KEYS, second), strict=True)]
+        lift, norms, turn, last = lifted(oa.MultiHeadAttention(heads), 4)
+        assert len(lift.L) == norms.size == size - 2  # values are shared
+        assert turn.L.shape == (size - 2, size - 2)
+        placed = turn.images(norms._map(lift.images(X)[0]))[0]
+        whole = oa.MultiHeadAttention(heads).on_tokens(X)
+        assert np.allclose(last.on_tokens(placed), whole, rtol=0, atol=1e-13)
 
 
 def test_a_mask_that_hides_all():
@@ -224,7 +289,7 @@ def test_tampered_certificates(name):
             assert replace(bound, attention=other).verify() == (not steeper)
 
 
-@pytest.mark.parametrize("name", ["strong sink", "several turned"])
+@pytest.mark.parametrize("name", ["strong sink", "several turned", "one normed"])
 def test_long_ones_by_products(name, monkeypatch):
     attention = ALL[name]
     monkeypatch.setattr("otattn.lipschitz.near.build.DENSE", 4)
