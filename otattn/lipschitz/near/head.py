@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,22 @@ from otattn.lipschitz.constants.moved_rows import MovedRows
 __all__ = ["HeadAtTokens", "head_at_tokens", "rounding", "sink_terms"]
 
 Array = NDArray[np.float64]
+
+
+class Curve(NamedTuple):
+    """What a soft cap does to the logits at the tokens (:mod:`~otattn.lipschitz.near.capped`).
+
+    ``slope``, ``bend (n, m)`` are its first and second derivatives, ``dslope``, ``dbend`` their errors, and ``raw (m, d)`` the keys
+    ``A^T x_j`` as they are, up to ``draw`` in norm.
+    """
+
+    cap: float
+    slope: Array
+    bend: Array
+    dslope: Array
+    dbend: Array
+    raw: Array
+    draw: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +71,8 @@ class HeadAtTokens:
         Upper bounds of ``||A||`` and ``||V||``.
     A : (d, d) or None
         The form of the logits up to ``dA`` in Frobenius norm, where it is known.
+    curve : Curve or None
+        Of logits with a soft cap.
     """
 
     P: Array
@@ -73,6 +92,7 @@ class HeadAtTokens:
     v: float
     A: Array | None = None
     dA: float = 0.0
+    curve: Curve | None = None
 
     @property
     def n(self) -> int:
@@ -89,7 +109,20 @@ class HeadAtTokens:
         if self.P.shape[1] == self.n:
             return self
         real = np.s_[:, : self.n]
-        return replace(self, P=self.P[real], y=self.y[real], k=self.k[real], dP=self.dP[real])
+        curve = self.curve
+        if curve is not None:
+            parts = (curve.slope[real], curve.bend[real], curve.dslope[real], curve.dbend[real])
+            curve = Curve(curve.cap, *parts, curve.raw[: self.n], curve.draw)
+        return replace(self, P=self.P[real], y=self.y[real], k=self.k[real], dP=self.dP[real], curve=curve)
+
+    @cached_property
+    def levered(self) -> HeadAtTokens:
+        """Without the column of a sink, and each value times the slope of its logit: what stands beside g in the Jacobian."""
+        h = self.moving
+        if h.curve is None:
+            return h
+        dy = h.dy + (h.curve.dslope * h.sizes[1]).max(axis=1)
+        return replace(h, y=h.curve.slope[:, :, None] * h.y, dy=dy)
 
     @cached_property
     def sizes(self) -> tuple[Array, Array, Array]:
@@ -115,8 +148,14 @@ class HeadAtTokens:
         return float(norm_upper(self.V))
 
 
-def head_at_tokens(head: MovedRows, W: Array | None = None, A: Array | None = None, dA: float = 0.0) -> HeadAtTokens:
-    """The head of an :class:`MovedRows` whose tokens do not move (rho = 0)."""
+def head_at_tokens(
+    head: MovedRows,
+    W: Array | None = None,
+    A: Array | None = None,
+    dA: float = 0.0,
+    keys: tuple[Array, Array] | None = None,
+) -> HeadAtTokens:
+    """The head of an :class:`MovedRows` whose tokens do not move (rho = 0); ``keys`` are ``k`` and ``dk`` where they are others."""
     P, V, n = head.P, head.V, len(head.P)
     terms = n + sum(V.shape) + 32
     dP = np.maximum(head.high - P, P - head.low) * (1.0 + 4.0 * EPS)
@@ -127,8 +166,8 @@ def head_at_tokens(head: MovedRows, W: Array | None = None, A: Array | None = No
         size = float(np.linalg.norm(feature, axis=1).max(initial=0.0)) * (1.0 + 4.0 * terms * EPS)
         return np.asarray(2.0 * lost + moved * (size + lost) + 4.0 * terms * EPS * size)
 
-    y, k = head.centred(head.values), head.centred(head.keys)
-    dy, dk = error(head.values, head.dv), error(head.keys, head.dk)
+    y, dy = head.centred(head.values), error(head.values, head.dv)
+    k, dk = (head.centred(head.keys), error(head.keys, head.dk)) if keys is None else keys
     field = np.swapaxes(P[:, :, None] * y, 1, 2) @ k
     up = 1.0 + 4.0 * terms * EPS
     Y, K = np.linalg.norm(y, axis=2) * up, np.linalg.norm(k, axis=2) * up

@@ -157,7 +157,7 @@ def _picking(h: Any, size: int, parts: list[tuple[slice, float]]) -> SoftmaxAtte
     values, scale = v / of_v, h.scale / (of_q * of_k)
     if isinstance(h, RotaryAttention):
         return SoftmaxAttention(scale * (k.T @ q), values)
-    kept = {name: getattr(h, name) for name in ("bias", "mask", "sink", "length")}
+    kept = {name: getattr(h, name) for name in ("bias", "cap", "mask", "sink", "length")}
     return ScoreAttention(q, k, values, scale=scale, **kept)
 
 

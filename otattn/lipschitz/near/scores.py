@@ -1,12 +1,12 @@
 r"""Heads with composed logits near given tokens: windows, blocks, added biases and sinks.
 
-A :class:`~otattn.attention.ScoreAttention` without a rotation, norms or a cap is a softmax head whose rows see some tokens and
-whose logits have fixed numbers added: P is the softmax of those, and all derivatives are the formulas of this folder with it,
-since what is added does not move. A sink is one more column, of logit, key and value that do not move: a key and a value of zero,
-for logits ``<A x_i + c, y>`` and values ``V y`` without biases of the key and value (:mod:`~otattn.lipschitz.near.head` says what
-becomes of its rows).
+A :class:`~otattn.attention.ScoreAttention` without a rotation or norms is a softmax head whose rows see some tokens and whose
+logits have fixed numbers added: P is the softmax of those, and all derivatives are the formulas of this folder with it, since
+what is added does not move. (:mod:`~otattn.lipschitz.near.capped` has those of logits with a cap.) A sink is one more column, of
+logit, key and value that do not move: a key and a value of zero, for logits ``<A x_i + c, y>`` and values ``V y`` without
+biases of the key and value (:mod:`~otattn.lipschitz.near.head` says what becomes of its rows).
 
-With a rotation, with norms, or with biases beside a sink, the map is a composition whose last stage is such heads
+With a rotation, with norms, or with biases beside a sink or a cap, the map is a composition whose last stage is such heads
 (:mod:`~otattn.lipschitz.near.rotary`, :mod:`~otattn.lipschitz.near.normed`): biases, norms and turns are in the first stages.
 
 Positions are the whole numbers 1 to n where the map has no ``length``, ``length i / n`` in floats otherwise.
@@ -48,9 +48,9 @@ def score_heads(map: Any) -> tuple[ScoreAttention, ...]:
 
 def why_no_scores(heads: tuple[ScoreAttention, ...]) -> str | None:
     """Why the heads have no expansion; None when they have one."""
+    if len({h.cap is None for h in heads}) > 1:
+        return "all of its heads have a soft cap or none, received both"
     for h in heads:
-        if h.cap is not None:
-            return "its logits have no soft cap, received one"
         for name in ("query_norm", "key_norm", "value_norm"):
             norm = getattr(h, name)
             if norm is not None and not isinstance(norm, LayerNorm):
@@ -61,11 +61,12 @@ def why_no_scores(heads: tuple[ScoreAttention, ...]) -> str | None:
 
 
 def bare(heads: tuple[ScoreAttention, ...]) -> bool:
-    """Whether the logits are ``<A x + c, y>`` plus what does not move, and the values those of a softmax head."""
+    """Whether the logits are ``<A x + c, y>``, capped or not, plus what does not move, and the values those of a softmax head."""
     for h in heads:
-        moved = (h.rotation, h.query_norm, h.key_norm, h.value_norm)
-        biases = () if h.sink is None else (h.key_bias, h.value_bias)
-        if any(part is not None for part in (*moved, *biases)):
+        moved: list[Any] = [h.rotation, h.query_norm, h.key_norm, h.value_norm]
+        moved += [] if h.sink is None else [h.key_bias, h.value_bias]
+        moved += [] if h.cap is None else [h.key_bias]
+        if any(part is not None for part in moved):
             return False
     return True
 

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.cap_terms import CapTerms
 from otattn.lipschitz.near.head import HeadAtTokens
 
 __all__ = ["ThirdOrder", "third_order"]
@@ -62,6 +63,7 @@ class ThirdOrder:
     sd_k: Array
     a: float
     v: float
+    cap: CapTerms | None = None
 
     def __call__(self, r: float) -> float:
         """``D3(r)``, an upper bound."""
@@ -71,7 +73,10 @@ class ThirdOrder:
             moved = _Moved.by(self, r)
             if moved is None:
                 return float("inf")
-            value = (moved.others() + moved.own()) * (1.0 + 64.0 * (len(self.G) + 16) * EPS)
+            value = moved.others() + moved.own()
+            if self.cap is not None:
+                value += self.cap.terms(moved.p, moved.G, moved.Y, moved.K, self.a, self.v, r)
+            value *= 1.0 + 64.0 * (len(self.G) + 16) * EPS
         return value if value == value else float("inf")
 
 
@@ -87,7 +92,8 @@ def third_order(h: HeadAtTokens) -> ThirdOrder:
         top = np.maximum(np.linalg.eigvalsh(gram)[:, -1], 0.0) + 16.0 * h.terms * EPS * np.trace(gram, axis1=1, axis2=2)
         sd.append(np.sqrt(top) * up + lost * np.sqrt(h.weights.sum(axis=1)) * up)
     low = np.maximum(h.P - h.dP, 0.0) * (1.0 - 4.0 * EPS)
-    return ThirdOrder(low, h.weights, G, Y, K, sd[0], sd[1], h.a, h.v)
+    cap = None if h.curve is None else CapTerms.of(h.curve, h.weights)
+    return ThirdOrder(low, h.weights, G, Y, K, sd[0], sd[1], h.a, h.v, cap)
 
 
 def _rest(x: Array) -> Array:
@@ -131,16 +137,21 @@ class _Moved:
             square - np.diag(h.low)[:, None] ** 2 + real * (1.0 - here) * (1.0 - 2.0 * h.low + 2.0 * (h.high - h.low))
         )
         E = r * np.sqrt((h.K + G[:, None] * own) ** 2 + G[:, None] ** 2 * np.maximum(others, 0.0)) * (1.0 + 16.0 * EPS)
+        slip, keys = np.zeros(n), np.zeros(n)  # changes of the slopes of a cap, and raw keys
+        if h.cap is not None:
+            keys = h.cap.keys + h.a * r
+            slip = h.cap.bends(keys + G, r) * r * (keys + G)
+            E += (r * slip * (keys + G))[:, None]
         if not (E.max() < _WIDE):
             return None
         grown = h.high * np.exp(E)
         p = np.minimum(grown, 1.0)
         low = h.low * np.exp(-E) / np.maximum(grown.sum(axis=1), 1.0)[:, None] * (1.0 - 8.0 * n * EPS)
         root = np.exp(0.5 * np.where(h.high > 0.0, E, 0.0).max(axis=1))
-        sd_v, sd_k = root * h.sd_v + h.v * r, root * h.sd_k + h.a * r
+        sd_v, sd_k = root * h.sd_v + h.v * r, root * h.sd_k + h.a * r + slip * keys
         spread = sd_k + G * np.sqrt(p.max(axis=1))
         Y = h.Y + (r * (np.sqrt(2.0) * h.v + sd_v * spread))[:, None]
-        K = h.K + (r * (np.sqrt(2.0) * h.a + sd_k * spread))[:, None]
+        K = h.K + (r * (np.sqrt(2.0) * h.a + sd_k * spread) + 2.0 * slip * keys)[:, None]
         return cls(low, p, G, Y, K, sd_v, sd_k, h.a, h.v)
 
     @property

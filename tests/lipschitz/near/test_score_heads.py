@@ -10,8 +10,9 @@ from exact_maps import derivatives, layer_norm, matrix, score
 
 import otattn as oa
 from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
-from otattn.lipschitz.near import gram_hessian
+from otattn.lipschitz.near import capped, gram_hessian
 from otattn.lipschitz.near.build import _path, chain_at
+from otattn.lipschitz.near.capped import capped_hessian
 from otattn.lipschitz.near.gram_jacobian import jacobian_norm, with_outputs
 from otattn.lipschitz.near.head import sink_terms
 from otattn.lipschitz.near.heads import heads_at
@@ -69,6 +70,16 @@ NORMED = {
         [head(query_norm=root(4, 1e-2)), head(**biases())], [drawn(3, 2), drawn(3, 2)], output_bias=drawn(3)
     ),
 }
+CAPPED = {
+    "cap": head(cap=1.0, query_bias=drawn(4), value_bias=drawn(2)),
+    "high cap": head(cap=20.0, bias=PositionBias(0.2)),
+    "cap and sink": head(cap=2.0, sink=0.5, mask=Mask(before=2)),
+    "several caps": oa.MultiHeadAttention(
+        [head(cap=1.0, mask=Mask(before=1)), head(cap=3.0, mask=Mask())], [drawn(3, 2), drawn(3, 2)]
+    ),
+    "turned cap": head(cap=3.0, rotation=Rotation.of_base(10.0, 4), mask=Mask(before=2), **biases()),
+    "normed cap": head(cap=1.0, query_norm=root(4), key_norm=root(4, 1e-2), key_bias=drawn(4)),
+}
 SEVERAL = {
     "several": oa.MultiHeadAttention(
         [head(mask=Mask(before=1), sink=0.3), head(mask=Mask(), sink=-0.2)],
@@ -79,7 +90,7 @@ SEVERAL = {
         [head(mask=Mask(before=b), rotation=Rotation.of_base(10.0, 4), sink=s) for b, s in ((1, 0.3), (2, -0.2))]
     ),
 }
-ALL = BARE | LIFTED | NORMED | SEVERAL
+ALL = BARE | LIFTED | NORMED | CAPPED | SEVERAL
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +113,13 @@ def exact(attention):
     return f
 
 
-@pytest.mark.parametrize("name", ["window", "table", "sink", "strong sink", "several"])
+@pytest.mark.parametrize(
+    "name", ["window", "table", "sink", "strong sink", "several", "cap", "high cap", "cap and sink", "several caps"]
+)
 def test_no_direction_exceeds_the_second_and_third_order(name):
     attention = ALL[name]
     heads = heads_at(attention, X).heads
-    C = gram_hessian.hessian_norm(heads).norm
+    C = (capped_hessian if name in CAPPED else gram_hessian.hessian_norm)(heads).norm
     W = [1.0 if h.W is None else np.linalg.norm(h.W, 2) for h in heads]
     D3 = sum(w * third_order(h)(0.0) for w, h in zip(W, heads, strict=True))
     found = [derivatives(exact(attention), X, D) for D in directions(rng, X.shape, 9)]
@@ -116,7 +129,7 @@ def test_no_direction_exceeds_the_second_and_third_order(name):
     assert max(row[0] for row in found) <= jacobian_norm(heads)[1]
 
 
-@pytest.mark.parametrize("name", ["sink", "strong sink"])
+@pytest.mark.parametrize("name", ["sink", "strong sink", "cap", "cap and sink", "high cap"])
 def test_third_order_over_the_ball(name):
     D3 = third_order(heads_at(ALL[name], X).heads[0])
     assert D3(0.0) <= D3(0.02) <= D3(0.1) < np.inf
@@ -137,11 +150,13 @@ def test_a_lone_token_before_a_sink():
         assert max(row[2] for row in found) <= third_order(heads[0])(0.0)
 
 
-def test_the_gram_matrix_of_rows_with_a_sink():
+@pytest.mark.parametrize("cap", [None, 0.8])
+def test_the_gram_matrix_of_rows_with_a_sink(cap):
     """Queries frozen, every second derivative by differences in 40 digits."""
-    attention = ScoreAttention(np.eye(2), drawn(2, 2), drawn(2, 2), scale=1.0, sink=0.4, mask=Mask(before=1))
+    attention = ScoreAttention(np.eye(2), drawn(2, 2), drawn(2, 2), scale=1.0, sink=0.4, cap=cap, mask=Mask(before=1))
     n, Y = 3, drawn(3, 2)
-    G = with_outputs([heads_at(attention, Y).heads[0].moving], gram_hessian._row)
+    row = gram_hessian._row if cap is None else capped._row
+    G = with_outputs([heads_at(attention, Y).heads[0].moving], row)
     G = np.tril(G) + np.tril(G, -1).T
     queries, zeta = Y @ attention.K, drawn(n, 2)  # g = K^T x
 
@@ -149,7 +164,8 @@ def test_the_gram_matrix_of_rows_with_a_sink():
         total = mp.mpf(0)
         for i in range(n):
             seen = range(max(i - 1, 0), i + 1)
-            p = [mp.exp(mp.fsum(mp.mpf(float(queries[i, k])) * y[j, k] for k in range(2))) for j in seen]
+            z = [mp.fsum(mp.mpf(float(queries[i, k])) * y[j, k] for k in range(2)) for j in seen]
+            p = [mp.exp(a if cap is None else cap * mp.tanh(a / cap)) for a in z]
             for e in range(2):
                 v = [mp.fsum(mp.mpf(float(attention.V[e, k])) * y[j, k] for k in range(2)) for j in seen]
                 top = mp.fsum(a * b for a, b in zip(p, v, strict=True))
@@ -170,7 +186,7 @@ def test_the_gram_matrix_of_rows_with_a_sink():
     assert float(zeta.ravel() @ G @ zeta.ravel()) == pytest.approx(float(square), rel=1e-9)
 
 
-FEW = ["window", "strong sink", "turned and a sink", "QK-norm"]
+FEW = ["window", "strong sink", "turned and a sink", "QK-norm", "cap and sink"]
 EACH = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in FEW)]
 
 
@@ -183,7 +199,7 @@ def test_it_tends_to_the_local_constant(name):
         values = [b.value for b in bounds]
         assert values == sorted(values, reverse=True)
         assert here * (1 - 1e-12) <= values[-1] <= here * (1 + 1e-6)
-        assert bounds[0].details["how"] == ("margins" if name in NORMED else "proved")
+        assert bounds[0].details["how"] == ("margins" if name in [*NORMED, "normed cap"] else "proved")
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -209,7 +225,10 @@ def test_images_hold_the_exact_ones(name, far):
     assert 1e-17 < lost <= chain.image_error
 
 
-@pytest.mark.parametrize(("name", "far"), [("sink", 0.0), ("sink", 1e4), ("QK-norm", 0.0), ("several", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "far"),
+    [("sink", 0.0), ("sink", 1e4), ("QK-norm", 0.0), ("several", 0.0), ("several caps", 0.0), ("cap and sink", 5.0)],
+)
 def test_the_norm_of_the_jacobian_is_never_below_the_exact_one(name, far):
     attention, tokens = ALL[name], X[:3] * (1.0 if far == 0.0 else 1e-3) + far
     chain = chain_at(attention, tokens)
@@ -289,7 +308,7 @@ def test_tampered_certificates(name):
             assert replace(bound, attention=other).verify() == (not steeper)
 
 
-@pytest.mark.parametrize("name", ["strong sink", "several turned", "one normed"])
+@pytest.mark.parametrize("name", ["strong sink", "several turned", "one normed", "turned cap"])
 def test_long_ones_by_products(name, monkeypatch):
     attention = ALL[name]
     monkeypatch.setattr("otattn.lipschitz.near.build.DENSE", 4)
