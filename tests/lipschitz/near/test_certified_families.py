@@ -1,0 +1,61 @@
+"""Which of the model families have certified neighbourhoods of their tokens: all but those with a router of experts, by name."""
+
+import numpy as np
+import pytest
+from climbing import climbed, norm
+
+import otattn as oa
+from otattn.models.load import FAMILIES
+
+SIZES = {"gpt_neox": {"dim": 16, "heads": 1}, "modernbert": {"layers": 2}}
+"""Rotary turns of a quarter of a head need heads of 16; the second layer of ModernBERT has the window."""
+REFUSED = {"gpt_oss": "received Experts"}
+CERTIFIED = (
+    *(
+        "bert",
+        "roberta",
+        "distilbert",
+        "electra",
+        "gpt2",
+        "opt",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+    ),
+    *("modernbert", "vit", "t5"),
+)
+
+
+def drawn(family):
+    """The map of an untrained model of one layer, with weights large enough to bend it, and tokens."""
+    options = {"layers": 1, "dim": 8, "heads": 2, "hidden": 8, "vocab": 8, "length": 8, "spread": 0.3}
+    model = oa.models.random(family, rng=1, **options | SIZES.get(family, {}))
+    return model.map(), np.random.default_rng(2).standard_normal((4, model.map().in_dim))
+
+
+@pytest.mark.parametrize("family", CERTIFIED)
+def test_a_family_certifies(family):
+    network, X = drawn(family)
+    here = norm(network, X)
+    tiny = oa.certify(network, X, radius=1e-12)
+    assert here * (1 - 1e-10) <= tiny.value <= here * (1 + 1e-5)
+    assert tiny.details["how"] == "margins"
+    ball = oa.certified_radius(network, X, factor=1.5, tol=0.3)
+    assert 1e-8 < ball.domain.radius < 1.0
+    found = climbed(network, X, ball.domain.radius * 2.0, np.random.default_rng(3), starts=2, steps=5)  # sqrt(n) = 2
+    assert 0.8 * here < found <= ball.value <= 1.5 * ball.details["norm"]
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_is_refused_by_name(family):
+    network, X = drawn(family)
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        oa.certify(network, X, radius=1e-6)
+
+
+def test_no_family_is_left_out():
+    kinds = {name for family in FAMILIES for name in family.model_types}
+    assert {*CERTIFIED, *REFUSED} == kinds - {"deit", "xlm-roberta"}  # the blocks of ViT and RoBERTa
