@@ -18,6 +18,7 @@ from otattn.attention import AttentionMap, Compose, LayerNorm, MultiHeadAttentio
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_table
 from otattn.lipschitz.near.expansion import AFFINE, Expansion
+from otattn.lipschitz.near.experts import Experts, experts
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
 from otattn.lipschitz.near.heads import Heads, heads_at, heads_expansion, softmax_heads, turned
 from otattn.lipschitz.near.normed import BlockNorms
@@ -43,7 +44,7 @@ def why_not(map: AttentionMap) -> str | None:
         return None
     if scores := score_heads(map):
         return why_no_scores(scores)
-    if isinstance(map, LayerNorm):
+    if isinstance(map, LayerNorm) or experts(map) is not None:
         return None
     if isinstance(map, TokenwiseMap) and (found := perceptron(map)) is not None:
         kinked = found.activation == "relu" and found.G is not None
@@ -54,7 +55,7 @@ def why_not(map: AttentionMap) -> str | None:
     if isinstance(map, MultiHeadAttention):
         return "softmax heads with output matrices at two levels, and next to rotary ones, must be written as one sum"
     return (
-        "it is made of softmax and rotary heads, LayerNorm, RMSNorm, perceptrons, Residual, Sum and Compose, received "
+        "it is made of softmax and rotary heads, LayerNorm, RMSNorm, perceptrons, experts, Residual, Sum and Compose, received "
         f"{map.kind}"
     )
 
@@ -115,7 +116,8 @@ class _Point:
         e = map.out_dim or d
         small = n * max(d, e) <= DENSE
         if isinstance(map, TokenwiseMap):
-            value, slope = map.errors(x) if isinstance(map, BlockNorms) else tokenwise_errors(map, x)
+            own = _own(map)
+            value, slope = tokenwise_errors(map, x) if own is None else own.errors(x)
             return cls(map, x, map._map(x), _linear(map, x, small), slope, value)
         found = heads_at(map, x)
         image, lost = found.images()
@@ -131,9 +133,9 @@ class _Point:
         if self.branches:
             chains = tuple(_chain(list(b), left, right) for b in self.branches)
             return _Branches(chains, getattr(self.map, "scale", 1.0))
-        if isinstance(self.map, BlockNorms):
-            return self.map.expansion(self.x, left, right)
         if isinstance(self.map, TokenwiseMap):
+            if (own := _own(self.map)) is not None:
+                return own.expansion(self.x, left, right)
             return tokenwise_expansion(self.map, self.x, left, right)
         assert self.heads is not None
         return heads_expansion(turned(self.heads.heads, left, right))[0]
@@ -142,6 +144,11 @@ class _Point:
         """The stage ``left f(right z)``."""
         a, b = _size(left), _size(right)
         return Stage(self.jacobian, self.expansion(left, right), a * self.jacobian_error * b, a * self.image_error)
+
+
+def _own(map: TokenwiseMap) -> BlockNorms | Experts | None:
+    """What has an expansion of its own."""
+    return map if isinstance(map, BlockNorms) else experts(map)
 
 
 def _size(M: Side) -> float:
