@@ -99,7 +99,7 @@ def _weights(logits: Array, lost: Array, seen: NDArray[np.bool_] | None) -> tupl
 def capped_hessian(heads: list[HeadAtTokens]) -> Hessian:
     """The bounds of the parts of the second derivative of the sum of the heads, which all have a cap."""
     n, eps = heads[0].n, rounding(heads)
-    own, both = _own(heads)
+    own = _own(heads)
     heads = [h.moving for h in heads]
     G = with_outputs(heads, _row)
     low, high = largest_eigenvalue(G, 1e-3) if fits(heads) else likely_largest(G, FAILURE)
@@ -110,7 +110,7 @@ def capped_hessian(heads: list[HeadAtTokens]) -> Hessian:
         for b, w in zip(heads, norms, strict=True):
             lost += 2.0 * u * w * (a.P @ b.P.T) * _sizes(a)[:, None] * _sizes(b)
     others = np.sqrt(high**2 + eps * float(norm_upper(lost))) + float(norm_upper(moved))
-    return Hessian(float(others) * (1.0 + eps), own * (1.0 + eps), both * (1.0 + eps), low)
+    return Hessian(float(others) * (1.0 + eps), own * (1.0 + eps), low)
 
 
 def _row(a: HeadAtTokens, b: HeadAtTokens, i: int) -> Array:
@@ -167,8 +167,8 @@ def _moved(h: HeadAtTokens) -> Array:
     return np.asarray(lap + kap)
 
 
-def _own(heads: list[HeadAtTokens]) -> tuple[float, float]:
-    """``max_i c_i`` and ``max_i n_i``, errors of the floats included in the sizes."""
+def _own(heads: list[HeadAtTokens]) -> float:
+    """``2 max_i c_i + max_i n_i``, errors of the floats included in the sizes."""
     n = heads[0].n
     one, two = np.zeros(n), np.zeros(n)
     for h, w in zip(heads, output_norms(heads), strict=True):
@@ -181,7 +181,7 @@ def _own(heads: list[HeadAtTokens]) -> tuple[float, float]:
         L = h.v * K + slope * (G[:, None] * (Y * K + field[:, None]) + Y * h.a) + bend * Y * G[:, None] * q
         one += w * np.linalg.norm((p * L)[:, :n], axis=1)
         two += w * (p * Y * (K**2 + bend * q**2)).sum(axis=1)
-    return float(one.max()), float(two.max())
+    return 2.0 * float(one.max()) + float(two.max())
 
 
 def _second(cap: float) -> float:
