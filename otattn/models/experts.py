@@ -95,6 +95,13 @@ class Experts(TokenwiseMap):
     def out_dim(self) -> int:
         return int(self.down.shape[2])
 
+    def as_experts(self) -> tuple[Array, Array, Array, Array, Array, Array, Array, Array, int, float, float]:
+        """Router, gates, ups and outputs with their biases, one row a value: what the expansions near given tokens need."""
+        gate, up = (np.swapaxes(self.gate_up[:, :, k::2], 1, 2) for k in (0, 1))
+        biases = self.gate_up_bias[:, ::2], self.gate_up_bias[:, 1::2]
+        down = np.swapaxes(self.down, 1, 2), self.down_bias
+        return self.router, self.router_bias, gate, biases[0], up, biases[1], *down, self.top, self.alpha, self.limit
+
     def _chosen(self, x: Array) -> tuple[NDArray[np.intp], Array]:
         """The experts of each token ``(n, top)`` and their weights."""
         logits = x @ self.router.T + self.router_bias

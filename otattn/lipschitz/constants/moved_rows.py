@@ -49,7 +49,8 @@ class Made:
     """What the numbers of a head are made of, before projections and products of matrices.
 
     ``sizes (n,)``, ``width``: norms of the tokens, and the largest from their mean; ``small``: relative rounding of products
-    with them; ``a``, ``v``, ``c``: what rounding left out of A, V (operator norms) and c.
+    with them; ``a``, ``v``, ``c``: what rounding left out of A, V (operator norms) and c; ``added``: the size of the parts of
+    what is added to the logits.
     """
 
     sizes: Array
@@ -58,6 +59,7 @@ class Made:
     a: float = 0.0
     v: float = 0.0
     c: float = 0.0
+    added: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,25 +176,42 @@ class MovedRows:
 
 
 def moved_rows(
-    X: Array, y: Array, A: Array, V: Array, c: Array, rho: float, mask: Mask | None, made: Made
+    X: Array,
+    y: Array,
+    A: Array,
+    V: Array,
+    c: Array,
+    rho: float,
+    mask: Mask | None,
+    made: Made,
+    added: Array | None = None,
 ) -> MovedRows:
-    """The head at tokens X, y measured from their mean, with its intervals; ``mask[i, j]``: row i sees token j."""
-    n = len(X)  # logits change by a constant a row, values and keys by constants, when tokens are measured from a point
+    """The head at tokens X, y measured from their mean, with its intervals; ``mask[i, j]``: row i sees token j.
+
+    ``added[i, j]`` is added to the logits. One more row of y, one more column of both, is a sink: a key and value that do not
+    move.
+    """
+    n, m = (
+        len(X),
+        len(y),
+    )  # logits change by a constant a row, values and keys by constants, when tokens are measured from a point
     g = X @ A.T + c
     values, keys = y @ V.T, y @ A
     a, v = spectral_norm_upper(A) + made.a, spectral_norm_upper(V) + made.v
-    logits = g @ y.T
+    logits = g @ y.T if added is None else g @ y.T + added
     size_a, size_v = float(norm_upper(A)), float(norm_upper(V))
     lost_g = (made.small * size_a + made.a) * made.sizes + made.small * float(np.linalg.norm(c)) + made.c
     lost_v, lost_k = (made.small * size_v + made.v) * made.width, (made.small * size_a + made.a) * made.width
     g_norm = np.linalg.norm(g, axis=1) * (1 + 4 * n * EPS)
     # rounding of a logit's difference
     noise = 2.0 * made.width * (lost_g + 2.0 * made.small * g_norm)
-    gap = cdist(keys, keys) * (1 + 8 * n * EPS) + 2.0 * lost_k
+    if added is not None:
+        noise += 8.0 * EPS * (made.added + made.width * g_norm)
+    gap = cdist(keys, keys) * (1 + 8 * m * EPS) + 2.0 * lost_k
     G = g_norm + a * rho + lost_g
-    P, low, high = (np.empty((n, n)) for _ in range(3))
-    seen = np.ones((n, n), dtype=bool) if mask is None else mask
-    off = ~np.eye(n, dtype=bool)
+    P, low, high = (np.empty((n, m)) for _ in range(3))
+    seen = np.ones((n, m), dtype=bool) if mask is None else mask
+    off = ~np.eye(m, dtype=bool)
     # an overflow gives weight 0; columns that the row does not see are set to 0 below
     with np.errstate(over="ignore", divide="ignore"):
         for i in range(n):
@@ -202,8 +221,8 @@ def moved_rows(
             low[i] = 1.0 / np.exp(difference + reach_i).sum(axis=1)
             high[i] = 1.0 / np.exp(difference - reach_i).sum(axis=1)
     P = np.where(seen, P, 0.0)
-    low = np.where(seen, low * (1 - 4 * n * EPS), 0.0)
-    high = np.where(seen, np.minimum(high * (1 + 4 * n * EPS) + TINY, 1.0), 0.0)
+    low = np.where(seen, low * (1 - 4 * m * EPS), 0.0)
+    high = np.where(seen, np.minimum(high * (1 + 4 * m * EPS) + TINY, 1.0), 0.0)
     low, high = np.minimum(low, P), np.maximum(high, P)
     dg, dv, dk = a * rho + lost_g, v * rho + lost_v, a * rho + lost_k
     return MovedRows(P, low, high, y, g, values, keys, V, a, v, G, dg, dv, dk, made.small * size_v + made.v)

@@ -1,21 +1,29 @@
-"""The chain of an attention map at given tokens: softmax and rotary heads, token-wise maps, residuals and compositions of these."""
+"""The chain of an attention map at given tokens: heads, token-wise maps, residuals, sums and compositions of these.
+
+The numbers of a sum ``sum_b f_b`` are at most the sums of those of its branches: its Jacobian is the sum of theirs, and what it
+is off from its linearisation, and its change, are at most the sums of what they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm_upper
-from otattn.attention import AttentionMap, Compose, LayerNorm, MultiHeadAttention, Residual, TokenwiseMap
+from otattn.attention import AttentionMap, Compose, LayerNorm, MultiHeadAttention, Residual, Sum, TokenwiseMap
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_table
 from otattn.lipschitz.near.expansion import AFFINE, Expansion
+from otattn.lipschitz.near.experts import Experts, experts
 from otattn.lipschitz.near.gram_jacobian import fits, jacobian_norm
 from otattn.lipschitz.near.heads import Heads, heads_at, heads_expansion, softmax_heads, turned
+from otattn.lipschitz.near.normed import BlockNorms
 from otattn.lipschitz.near.rotary import Lift, lifted, rotary_heads
+from otattn.lipschitz.near.scores import bare, score_heads, why_no_scores
 from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms
 from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
 
@@ -28,13 +36,15 @@ Side = Array | None
 
 def why_not(map: AttentionMap) -> str | None:
     """Why a map has no chain; None when it has one."""
-    if isinstance(map, Compose):
+    if isinstance(map, Compose | Sum):
         return next((why for m in map.maps if (why := why_not(m)) is not None), None)
     if isinstance(map, Residual):
         return why_not(map.map)
     if softmax_heads(map) or rotary_heads(map):
         return None
-    if isinstance(map, LayerNorm):
+    if scores := score_heads(map):
+        return why_no_scores(scores)
+    if isinstance(map, LayerNorm) or experts(map) is not None:
         return None
     if isinstance(map, TokenwiseMap) and (found := perceptron(map)) is not None:
         kinked = found.activation == "relu" and found.G is not None
@@ -45,7 +55,7 @@ def why_not(map: AttentionMap) -> str | None:
     if isinstance(map, MultiHeadAttention):
         return "softmax heads with output matrices at two levels, and next to rotary ones, must be written as one sum"
     return (
-        "it is made of softmax and rotary heads, LayerNorm, RMSNorm, perceptrons, Residual and Compose, received "
+        "it is made of softmax and rotary heads, LayerNorm, RMSNorm, perceptrons, experts, Residual, Sum and Compose, received "
         f"{map.kind}"
     )
 
@@ -68,10 +78,10 @@ def _path(map: AttentionMap, x: Array) -> list[_Point]:
     return out
 
 
-def _flat(map: AttentionMap, n: int) -> list[AttentionMap | Lift]:
+def _flat(map: AttentionMap, n: int) -> list[Any]:
     if isinstance(map, Compose):
         return [part for m in map.maps for part in _flat(m, n)]
-    return list(lifted(map, n)) if rotary_heads(map) else [map]
+    return lifted(map, n) if rotary_heads(map) or not bare(score_heads(map)) else [map]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +94,7 @@ class _Point:
     jacobian: Linear
     jacobian_error: float
     image_error: float
-    inner: tuple[_Point, ...] = ()
+    branches: tuple[tuple[_Point, ...], ...] = ()
     heads: Heads | None = None
 
     @classmethod
@@ -98,11 +108,16 @@ class _Point:
         if isinstance(map, Residual):
             inner = tuple(_path(map.map, x))
             image = np.asarray(x + map.scale * inner[-1].image)
-            return cls(map, x, image, *_residual(map.scale, x, image, inner), inner)
+            return cls(map, x, image, *_residual(map.scale, x, image, inner), (inner,))
+        if isinstance(map, Sum):
+            branches = tuple(tuple(_path(m, x)) for m in map.maps)
+            image = np.sum([b[-1].image for b in branches], axis=0)
+            return cls(map, x, image, *_sum(branches), branches)
         e = map.out_dim or d
         small = n * max(d, e) <= DENSE
         if isinstance(map, TokenwiseMap):
-            value, slope = tokenwise_errors(map, x)
+            own = _own(map)
+            value, slope = tokenwise_errors(map, x) if own is None else own.errors(x)
             return cls(map, x, map._map(x), _linear(map, x, small), slope, value)
         found = heads_at(map, x)
         image, lost = found.images()
@@ -115,9 +130,12 @@ class _Point:
         """Of ``left f(right z)``."""
         if isinstance(self.map, Lift):
             return AFFINE
-        if self.inner:
-            return _Scaled(_chain(list(self.inner), left, right), getattr(self.map, "scale", 1.0))
+        if self.branches:
+            chains = tuple(_chain(list(b), left, right) for b in self.branches)
+            return _Branches(chains, getattr(self.map, "scale", 1.0))
         if isinstance(self.map, TokenwiseMap):
+            if (own := _own(self.map)) is not None:
+                return own.expansion(self.x, left, right)
             return tokenwise_expansion(self.map, self.x, left, right)
         assert self.heads is not None
         return heads_expansion(turned(self.heads.heads, left, right))[0]
@@ -128,22 +146,27 @@ class _Point:
         return Stage(self.jacobian, self.expansion(left, right), a * self.jacobian_error * b, a * self.image_error)
 
 
+def _own(map: TokenwiseMap) -> BlockNorms | Experts | None:
+    """What has an expansion of its own."""
+    return map if isinstance(map, BlockNorms) else experts(map)
+
+
 def _size(M: Side) -> float:
     return 1.0 if M is None else float(spectral_norm_upper(M))
 
 
 @dataclass(frozen=True, eq=False)
-class _Scaled:
-    """The expansion of ``x + s g(x)`` from that of g."""
+class _Branches:
+    """The expansion of ``x + s g(x)`` from that of g, and of ``sum_b f_b(x)`` from those of all f_b."""
 
-    inner: Expansion
+    parts: tuple[Expansion, ...]
     scale: float
 
     def remainder(self, r: float, off: float = 0.0) -> float:
-        return abs(self.scale) * self.inner.remainder(r, off)
+        return abs(self.scale) * sum(f.remainder(r, off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
 
     def growth(self, r: float, off: float = 0.0) -> float:
-        return abs(self.scale) * self.inner.growth(r, off)
+        return abs(self.scale) * sum(f.growth(r, off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
 
 
 def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
@@ -168,36 +191,66 @@ def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
 
 def _tokenwise(path: Sequence[_Point]) -> bool:
     """Whether token-wise maps are among the stages: suprema of their derivatives are rounded up, not enclosed."""
-    return any(isinstance(p.map, TokenwiseMap) or _tokenwise(p.inner) for p in path)
+    return any(isinstance(p.map, TokenwiseMap) or any(map(_tokenwise, p.branches)) for p in path)
 
 
 def _residual(s: float, x: Array, image: Array, inner: tuple[_Point, ...]) -> tuple[Linear, float, float]:
     """The Jacobian, its error and that of the image."""
-    n, d = x.shape
+    J, slope, value = _product_of(inner)
+    matrix: Array | None = None
+    lost = abs(s) * slope
+    if J.matrix is not None:
+        matrix = np.eye(len(J.matrix)) + s * J.matrix
+        lost += 4.0 * EPS * float(norm_upper(matrix))
+    error = abs(s) * value + 8.0 * EPS * (float(norm_upper(image)) + float(norm_upper(x)))
+    return Linear(matrix, lambda v: v + s * J.jvp(v), lambda g: g + s * J.vjp(g), J.shape), lost, error
+
+
+def _sum(branches: tuple[tuple[_Point, ...], ...]) -> tuple[Linear, float, float]:
+    """The Jacobian of the sum, its error and that of the image."""
+    parts = [_product_of(b) for b in branches]
+    rounded = 4.0 * len(parts) * EPS
+    lost = float(sum(slope for _, slope, _ in parts))
+    matrix: Array | None = None
+    dense = [J.matrix for J, _, _ in parts if J.matrix is not None]
+    if len(dense) == len(parts):
+        matrix = np.sum(dense, axis=0)
+        lost += rounded * sum(float(norm_upper(M)) for M in dense)
+    error = sum(value for _, _, value in parts) + rounded * sum(float(norm_upper(b[-1].image)) for b in branches)
+
+    def jvp(v: Array) -> Array:
+        return np.sum([J.jvp(v) for J, _, _ in parts], axis=0)
+
+    def vjp(g: Array) -> Array:
+        return np.sum([J.vjp(g) for J, _, _ in parts], axis=0)
+
+    return Linear(matrix, jvp, vjp, parts[0][0].shape), lost, float(error)
+
+
+def _product_of(inner: tuple[_Point, ...]) -> tuple[Linear, float, float]:
+    """The Jacobian of a composition, its error and that of the image."""
     parts = [p.jacobian for p in inner]
     matrix: Array | None = None
     lost = 0.0
     if all(p.matrix is not None for p in parts):
-        matrix = np.eye(n * d)
         for p in parts:
             assert p.matrix is not None
+            if matrix is None:
+                matrix = p.matrix
+                continue
             size = float(norm_upper(p.matrix))
             lost = lost * size + 4.0 * (len(matrix) + 8) * EPS * size * float(norm_upper(matrix))
             matrix = p.matrix @ matrix
-        matrix = np.eye(n * d) + s * matrix
-        lost = abs(s) * lost + 4.0 * EPS * float(norm_upper(matrix))
 
     def jvp(v: Array) -> Array:
-        w = v
         for p in parts:
-            w = p.jvp(w)
-        return v + s * w
+            v = p.jvp(v)
+        return v
 
     def vjp(g: Array) -> Array:
-        w = g
         for p in reversed(parts):
-            w = p.vjp(w)
-        return g + s * w
+            g = p.vjp(g)
+        return g
 
     slope, value = inner[0].jacobian_error, inner[0].image_error
     S = len(parts)
@@ -206,9 +259,8 @@ def _residual(s: float, x: Array, image: Array, inner: tuple[_Point, ...]) -> tu
         slopes = [t.jacobian_error + t.expansion.growth(e) for t, e in zip(chain.stages, chain.offs, strict=True)]
         slope = float(sum(chain.norms[t + 1, S] * slopes[t] * chain.norms[0, t] for t in range(S)))
         value = chain.image_error
-    lost += abs(s) * slope
-    error = abs(s) * value + 8.0 * EPS * (float(norm_upper(image)) + float(norm_upper(x)))
-    return Linear(matrix, jvp, vjp, (n, d, d)), lost, error
+    n, d, _ = parts[0].shape
+    return Linear(matrix, jvp, vjp, (n, d, parts[-1].shape[2])), lost + slope, value
 
 
 def _linear(map: AttentionMap, x: Array, dense: bool) -> Linear:

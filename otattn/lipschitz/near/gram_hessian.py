@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper
 from otattn.lipschitz.near.gram_jacobian import fits, output_norms, with_outputs
-from otattn.lipschitz.near.head import HeadAtTokens, rounding
+from otattn.lipschitz.near.head import HeadAtTokens, rounding, sink_terms
 from otattn.lipschitz.near.largest_eigenvalue import FAILURE, largest_eigenvalue, likely_largest
 from otattn.lipschitz.near.own_token import own_token_norm
 
@@ -59,7 +59,8 @@ class Hessian(NamedTuple):
 
 def hessian_norm(heads: list[HeadAtTokens]) -> Hessian:
     """The bounds of the parts for the sum of the heads."""
-    n, eps = heads[0].n, rounding(heads)
+    n, eps, sinks = heads[0].n, rounding(heads), sink_terms(heads)
+    heads = [h.moving for h in heads]
     G = with_outputs(heads, _row)
     low, high = largest_eigenvalue(G, 1e-3) if fits(heads) else likely_largest(G, FAILURE)
     norms = output_norms(heads)
@@ -69,7 +70,7 @@ def hessian_norm(heads: list[HeadAtTokens]) -> Hessian:
         for b, w in zip(heads, norms, strict=True):
             lost += 2.0 * u * w * (a.P @ b.P.T) * _sizes(a)[:, None] * _sizes(b)
     others = np.sqrt(high**2 + eps * float(norm_upper(lost))) + float(norm_upper(moved))
-    return Hessian(float(others) * (1.0 + eps), own_token_norm(heads, eps), low)
+    return Hessian(float(others) * (1.0 + eps), own_token_norm(heads, eps) + sinks, low)
 
 
 def _sizes(h: HeadAtTokens) -> Array:

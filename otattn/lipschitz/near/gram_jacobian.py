@@ -45,7 +45,7 @@ def fits(heads: list[HeadAtTokens], largest: int = LARGEST_GRAM) -> bool:
 
 def jacobian_norm(heads: list[HeadAtTokens]) -> tuple[float, float]:
     """``||J||`` of the sum of the heads as the floats give it, and an upper bound of it."""
-    n = heads[0].n
+    n, heads = heads[0].n, [h.levered for h in heads]
     G = with_outputs(heads, _row)
     eps = rounding(heads)
     lost, moved = np.zeros((n, n)), np.zeros((n, n))

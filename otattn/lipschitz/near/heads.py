@@ -14,10 +14,12 @@ from otattn.attention import MaskedAttention, MultiHeadAttention, SoftmaxAttenti
 from otattn.attention.head import Head, heads_of
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants.moved_rows import Made, MovedRows, moved_rows
+from otattn.lipschitz.near.capped import capped_head, capped_hessian
 from otattn.lipschitz.near.expansion import Taylor
 from otattn.lipschitz.near.gram_hessian import Hessian, hessian_norm
 from otattn.lipschitz.near.gram_jacobian import LARGEST_PRODUCTS, fits
-from otattn.lipschitz.near.head import HeadAtTokens, head_at_tokens
+from otattn.lipschitz.near.head import Curve, HeadAtTokens, head_at_tokens
+from otattn.lipschitz.near.scores import Places, places_of, score_head, score_heads
 from otattn.lipschitz.near.third_order import third_order
 
 __all__ = ["Heads", "form_error", "heads_at", "heads_expansion", "softmax_heads", "turned"]
@@ -62,7 +64,7 @@ class Heads:
         n, d = self.heads[0].n, self.heads[0].g.shape[1]
         J = np.zeros((n, len(self.offset), n, d))
         rows = np.arange(n)
-        for h in self.heads:
+        for h in (h.levered for h in self.heads):
             V, y, F = (h.V, h.y, h.field) if h.W is None else (h.W @ h.V, h.y @ h.W.T, h.W @ h.field)
             J += np.einsum("ij,ije,id->iejd", h.P, y, h.g, optimize=True) + np.einsum("ij,ed->iejd", h.P, V)
             J[rows, :, rows] += F
@@ -71,7 +73,7 @@ class Heads:
     def jacobian_error(self) -> float:
         """A bound of the norm of what the errors of the floats and of the products add to the Jacobian."""
         lost, rows = 0.0, np.arange(self.heads[0].n)
-        for h in self.heads:
+        for h in (h.levered for h in self.heads):
             G, Y, _ = h.sizes
             change = h.dP * (h.v + Y * G[:, None]) + h.weights * (h.dV + (h.dy * G)[:, None] + Y * h.dg[:, None])
             change += 8.0 * h.terms * EPS * h.weights * (h.size_V + Y * G[:, None])
@@ -80,21 +82,31 @@ class Heads:
         return lost * (1.0 + 8.0 * len(self.heads) * EPS)
 
 
-def heads_at(attention: Any, tokens: Array) -> Heads:
-    """The heads at float tokens ``(n, d)``."""
+def placed_heads(attention: Any, n: int) -> list[tuple[Head, Places]]:
+    """The heads whose sum a map is with what the places of n tokens do to them."""
+    scores = score_heads(attention)
+    if scores:
+        outputs = getattr(attention, "outputs", None) or (None,) * len(scores)
+        return [(score_head(h, W), places_of(h, n)) for h, W in zip(scores, outputs, strict=True)]
     parts = softmax_heads(attention)
     if not parts:
         raise TypeError(f"attention must be made of softmax heads, received {type(attention).__name__}.")
-    n = len(tokens)
-    mask = np.tril(np.ones((n, n), dtype=bool)) if parts[0].causal else None
+    return [(head, Places(np.tril(np.ones((n, n), dtype=bool)) if head.causal else None)) for head in parts]
+
+
+def heads_at(attention: Any, tokens: Array) -> Heads:
+    """The heads at float tokens ``(n, d)``."""
+    parts = placed_heads(attention, len(tokens))
     mean = tokens.mean(axis=0)
-    y = tokens - mean
-    sizes, width = np.linalg.norm(tokens, axis=1), float(np.linalg.norm(y, axis=1).max())
+    centred = tokens - mean
+    sizes = np.linalg.norm(tokens, axis=1)
     heads, intervals = [], []
     offset: Any = 0.0
     lost = 0.0
-    for head in parts:
+    for head, places in parts:
         W = head.output
+        y = np.vstack([centred, -mean]) if places.sink else centred
+        width = float(np.linalg.norm(y, axis=1).max())
         small = 2.0 * (tokens.shape[1] + 8) * EPS  # products with tokens, twice over
         form = form_error(head)
         made = Made(
@@ -104,9 +116,15 @@ def heads_at(attention: Any, tokens: Array) -> Heads:
             form,
             0.0,
             head.shift,
+            places.size,
         )
-        interval = moved_rows(tokens, y, head.A, head.V, head.c, 0.0, mask, made)
-        heads.append(head_at_tokens(interval, W, head.A, form))
+        interval = moved_rows(tokens, y, head.A, head.V, head.c, 0.0, places.seen, made, places.added)
+        cap = getattr(head.map, "cap", None)
+        if cap is None:
+            made_head = head_at_tokens(interval, W, head.A, form)
+        else:
+            made_head, interval = capped_head(interval, tokens, places, cap, made, head.A, W, form)
+        heads.append(made_head)
         intervals.append(interval)
         value = head.V @ mean
         value = value if head.map.value_bias is None else value + head.map.value_bias
@@ -174,11 +192,17 @@ def _on_the_right(h: HeadAtTokens, R: Array) -> HeadAtTokens:
         dg=norm * h.dg + small * G,
         dfield=norm * h.dfield + small * np.linalg.norm(h.field, axis=(1, 2)),
         dV=dV,
+        curve=None if h.curve is None else _curve_on_the_right(h.curve, R, norm, small),
         A=A,
         dA=dA,
         a=float(spectral_norm_upper(A)) + dA,
         v=float(spectral_norm_upper(V)) + dV,
     )
+
+
+def _curve_on_the_right(curve: Curve, R: Array, norm: float, small: float) -> Curve:
+    size = float(np.linalg.norm(curve.raw, axis=1).max())
+    return curve._replace(raw=curve.raw @ R, draw=norm * curve.draw + small * size)
 
 
 def heads_expansion(heads: list[HeadAtTokens]) -> tuple[Taylor, dict[str, float]]:
@@ -200,8 +224,9 @@ def _second(heads: list[HeadAtTokens]) -> tuple[float, dict[str, float]]:
 
     ``|sum_h W_h z_h| <= || [W_1 / w_1, ..] || (sum_h w_h^2 |z_h|^2)^{1/2}`` with ``w_h = ||W_h||``.
     """
+    bound = hessian_norm if heads[0].curve is None else capped_hessian
     if fits(heads, LARGEST_PRODUCTS):
-        found = hessian_norm(heads)
+        found = bound(heads)
         return found.norm, _shares(found)
     norms = [1.0 if h.W is None else float(spectral_norm_upper(h.W)) for h in heads]
     scaled = [np.eye(len(h.V)) if h.W is None else h.W / max(w, 1e-300) for h, w in zip(heads, norms, strict=True)]
@@ -209,7 +234,7 @@ def _second(heads: list[HeadAtTokens]) -> tuple[float, dict[str, float]]:
     total = 0.0
     for h, w in zip(heads, norms, strict=True):
         alone = [replace(h, W=None)]
-        total += (w * hessian_norm(alone).norm) ** 2 if fits(alone) else float("inf")
+        total += (w * bound(alone).norm) ** 2 if fits(alone) else float("inf")
     return joint * float(np.sqrt(total)) * (1.0 + 1e-14), {}
 
 

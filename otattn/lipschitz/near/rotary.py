@@ -22,9 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm
-from otattn.attention import MaskedAttention, MultiHeadAttention, RotaryAttention, SoftmaxAttention
+from otattn.attention import (
+    LayerNorm,
+    MaskedAttention,
+    MultiHeadAttention,
+    RotaryAttention,
+    ScoreAttention,
+    SoftmaxAttention,
+)
 from otattn.attention.rotary import rotate
 from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.normed import BlockNorms
+from otattn.lipschitz.near.scores import score_heads
 
 __all__ = ["Lift", "lifted", "rotary_heads"]
 
@@ -91,61 +100,113 @@ def rotary_heads(map: Any) -> tuple[RotaryAttention, ...]:
     return heads if len(heads) == len(parts) and len({h.masked for h in heads}) == 1 else ()
 
 
-def lifted(map: Any, n: int) -> tuple[Lift, MaskedAttention | MultiHeadAttention]:
-    """The two stages of a sum of rotary heads at n tokens."""
-    heads = rotary_heads(map)
+def lifted(map: Any, n: int) -> list[Any]:
+    """The stages of a sum of rotary heads, or of heads with composed logits, at n tokens: the last is of heads."""
+    heads: tuple[Any, ...] = rotary_heads(map) or score_heads(map)
     narrow = _power([h.Q for h in heads] + [h.K for h in heads])
     low = _power([h.V for h in heads])
     rows, made = _Rows(), []
     for h in heads:
-        angles = _positions(h, n)[:, None] * h.frequencies
-        q = rows.place(h.Q, h.query_bias, narrow, angles, h.layout)
-        k = rows.place(h.K, h.key_bias, narrow, angles, h.layout)
-        made.append((h, q, k, rows.place(h.V, h.value_bias, low)))
-    lift = rows.lift()
-    size, plain = len(lift.L), []
-    for h, q, k, v in made:
-        A, V = np.zeros((size, size)), np.zeros((len(h.V), size))
-        A[np.arange(k.start, k.stop), np.arange(q.start, q.stop)] = h.scale / narrow**2
-        V[np.arange(len(h.V)), np.arange(v.start, v.stop)] = 1.0 / low
-        plain.append(SoftmaxAttention(A, V))
+        turn = h if isinstance(h, RotaryAttention) else h.rotation
+        turned = None if turn is None else (_positions(h, n)[:, None] * turn.frequencies, turn.layout)
+        q = rows.place(h.Q, h.query_bias, narrow, turned, getattr(h, "query_norm", None))
+        k = rows.place(h.K, h.key_bias, narrow, turned, getattr(h, "key_norm", None))
+        made.append((h, q, k, rows.place(h.V, h.value_bias, low, None, getattr(h, "value_norm", None))))
     several = isinstance(map, MultiHeadAttention)
     whole = MultiHeadAttention(
-        plain, map.outputs if several else None, output_bias=map.output_bias if several else None
+        [_picking(h, rows.size, parts) for h, *parts in made],
+        map.outputs if several else None,
+        output_bias=map.output_bias if several else None,
     )
-    return lift, MaskedAttention(whole) if heads[0].masked else whole
+    masked = isinstance(heads[0], RotaryAttention) and heads[0].masked
+    return [*rows.stages(), MaskedAttention(whole) if masked else whole]
+
+
+class _Block(NamedTuple):
+    """Rows of L and what is added, scaled, how they are turned, their norm, and the scale with which they end."""
+
+    M: Array
+    bias: Array
+    turned: tuple[Array, str] | None
+    norm: LayerNorm | None
+    first: float
+    last: float
+
+    def same(self, other: _Block) -> bool:
+        """Whether the rows can stand for those of another block."""
+        if self.norm is not other.norm or (self.turned is None) != (other.turned is None) or self.last != other.last:
+            return False
+        pairs = [(self.M, other.M), (self.bias, other.bias)]
+        if self.turned is not None and other.turned is not None:
+            if self.turned[1] != other.turned[1]:
+                return False
+            pairs.append((self.turned[0], other.turned[0]))
+        return all(np.array_equal(a, b) for a, b in pairs)
+
+    @property
+    def scaled_norm(self) -> LayerNorm:
+        """The norm, of rows that are scaled: ``N(z)`` from ``scale z``."""
+        assert self.norm is not None
+        eps = self.norm.eps * self.first**2
+        return LayerNorm(self.norm.gain, self.norm.bias, eps=eps, center=self.norm.center)
+
+
+def _picking(h: Any, size: int, parts: list[tuple[slice, float]]) -> SoftmaxAttention | ScoreAttention:
+    """The head on the lifted tokens."""
+    (q, k, v), (of_q, of_k, of_v) = zip(*((np.eye(size)[at], scale) for at, scale in parts), strict=True)
+    values, scale = v / of_v, h.scale / (of_q * of_k)
+    if isinstance(h, RotaryAttention):
+        return SoftmaxAttention(scale * (k.T @ q), values)
+    kept = {name: getattr(h, name) for name in ("bias", "cap", "mask", "sink", "length")}
+    return ScoreAttention(q, k, values, scale=scale, **kept)
 
 
 class _Rows:
     """Blocks of L, each once."""
 
     def __init__(self) -> None:
-        self.blocks: list[tuple[Array, Array, Array | None, str]] = []
+        self.blocks: list[_Block] = []
 
-    def place(self, M: Array, bias: Array | None, scale: float, angles: Array | None = None, layout: str = "") -> slice:
-        """Where the rows of M stand."""
-        block = (scale * M, scale * (np.zeros(len(M)) if bias is None else bias), angles, layout)
-        at = 0
+    @property
+    def size(self) -> int:
+        return sum(len(b.M) for b in self.blocks)
+
+    def place(
+        self, M: Array, bias: Array | None, scale: float, turned: tuple[Array, str] | None, norm: LayerNorm | None
+    ) -> tuple[slice, float]:
+        """Where the rows of M stand, and by what they are multiplied in the end."""
+        scaled = scale * (np.zeros(len(M)) if bias is None else bias)
+        last = scale if norm is None else _power([np.abs(norm.gain).max()[None, None]])
+        block, at = _Block(scale * M, scaled, turned, norm, scale, last), 0
         for known in self.blocks:
-            same = known[3] == layout and all(
-                a is b or (a is not None and b is not None and np.array_equal(a, b))
-                for a, b in zip(known[:3], block[:3], strict=True)
-            )
-            if same:
+            if known.same(block):
                 break
-            at += len(known[0])
+            at += len(known.M)
         else:
             self.blocks.append(block)
-        return slice(at, at + len(M))
+        return slice(at, at + len(M)), last
 
-    def lift(self) -> Lift:
-        parts, at = [], 0
-        for M, _, angles, layout in self.blocks:
-            if angles is not None:
-                parts.append(_Turned(slice(at, at + len(M)), angles, layout))
-            at += len(M)
-        L, b = (np.concatenate([block[k] for block in self.blocks]) for k in (0, 1))
-        return Lift(L, b, tuple(parts))
+    def stages(self) -> list[Lift | BlockNorms]:
+        """The affine map, the norms where there are any, and the turns."""
+        turns: list[_Turned] = []
+        norms: list[tuple[slice, LayerNorm]] = []
+        ends, at = [], 0
+        for block in self.blocks:
+            rows = slice(at, at + len(block.M))
+            if block.turned is not None:
+                turns.append(_Turned(rows, *block.turned))
+            if block.norm is not None:
+                norms.append((rows, block.scaled_norm))
+            ends.append(np.full(len(block.M), 1.0 if block.norm is None else block.last))
+            at = rows.stop
+        L, b = np.concatenate([block.M for block in self.blocks]), np.concatenate([block.bias for block in self.blocks])
+        if not norms:
+            return [Lift(L, b, tuple(turns))]
+        return [
+            Lift(L, b, ()),
+            BlockNorms(tuple(norms), at),
+            Lift(np.diag(np.concatenate(ends)), 0.0 * b, tuple(turns)),
+        ]
 
 
 def _power(blocks: list[Array]) -> float:

@@ -24,6 +24,8 @@ rows together are at most ``max_i lambda_max [[c12, c21/2], [c21/2, c30]]``.
 move by ``V (delta_j - mean) - Cov(v, t)``, at most ``r (sqrt 2 v + sd_v (sd_k + G sqrt(max p)))``, keys likewise. Every bound is
 monotone in these.
 
+A sink (the last column) does not move: it is left out where the coefficient is that of a token's move.
+
 Rounding: sums of non-negative terms, whose relative error is counted; a difference keeps that of its first term.
 """
 
@@ -36,6 +38,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.cap_terms import CapTerms
 from otattn.lipschitz.near.head import HeadAtTokens
 
 __all__ = ["ThirdOrder", "third_order"]
@@ -60,6 +63,7 @@ class ThirdOrder:
     sd_k: Array
     a: float
     v: float
+    cap: CapTerms | None = None
 
     def __call__(self, r: float) -> float:
         """``D3(r)``, an upper bound."""
@@ -69,7 +73,10 @@ class ThirdOrder:
             moved = _Moved.by(self, r)
             if moved is None:
                 return float("inf")
-            value = (moved.others() + moved.own()) * (1.0 + 64.0 * (len(self.G) + 16) * EPS)
+            value = moved.others() + moved.own()
+            if self.cap is not None:
+                value += self.cap.terms(moved.p, moved.G, moved.Y, moved.K, self.a, self.v, r)
+            value *= 1.0 + 64.0 * (len(self.G) + 16) * EPS
         return value if value == value else float("inf")
 
 
@@ -85,7 +92,8 @@ def third_order(h: HeadAtTokens) -> ThirdOrder:
         top = np.maximum(np.linalg.eigvalsh(gram)[:, -1], 0.0) + 16.0 * h.terms * EPS * np.trace(gram, axis1=1, axis2=2)
         sd.append(np.sqrt(top) * up + lost * np.sqrt(h.weights.sum(axis=1)) * up)
     low = np.maximum(h.P - h.dP, 0.0) * (1.0 - 4.0 * EPS)
-    return ThirdOrder(low, h.weights, G, Y, K, sd[0], sd[1], h.a, h.v)
+    cap = None if h.curve is None else CapTerms.of(h.curve, h.weights)
+    return ThirdOrder(low, h.weights, G, Y, K, sd[0], sd[1], h.a, h.v, cap)
 
 
 def _rest(x: Array) -> Array:
@@ -119,25 +127,39 @@ class _Moved:
 
     @classmethod
     def by(cls, h: ThirdOrder, r: float) -> _Moved | None:
-        n = len(h.G)
+        n, m = h.high.shape
         G = h.G + h.a * r
-        here = np.eye(n)
+        here, real = np.eye(n, m), np.arange(m) < n
         own = np.maximum(np.abs(here - np.diag(h.high)[:, None]), np.abs(here - np.diag(h.low)[:, None]))
-        square = (h.high**2).sum(axis=1)[:, None] * (1.0 + 4.0 * n * EPS)
+        square = (h.high[:, :n] ** 2).sum(axis=1)[:, None] * (1.0 + 4.0 * n * EPS)
         # sum over k != i of ([k = j] - P_ik)^2: for j != i it has the term (1 - P_ij)^2 in place of P_ij^2
-        others = square - np.diag(h.low)[:, None] ** 2 + (1.0 - here) * (1.0 - 2.0 * h.low + 2.0 * (h.high - h.low))
+        others = (
+            square - np.diag(h.low)[:, None] ** 2 + real * (1.0 - here) * (1.0 - 2.0 * h.low + 2.0 * (h.high - h.low))
+        )
         E = r * np.sqrt((h.K + G[:, None] * own) ** 2 + G[:, None] ** 2 * np.maximum(others, 0.0)) * (1.0 + 16.0 * EPS)
+        slip, keys = np.zeros(n), np.zeros(n)  # changes of the slopes of a cap, and raw keys
+        if h.cap is not None:
+            keys = h.cap.keys + h.a * r
+            slip = h.cap.bends(keys + G, r) * r * (keys + G)
+            E += (r * slip * (keys + G))[:, None]
         if not (E.max() < _WIDE):
             return None
         grown = h.high * np.exp(E)
         p = np.minimum(grown, 1.0)
         low = h.low * np.exp(-E) / np.maximum(grown.sum(axis=1), 1.0)[:, None] * (1.0 - 8.0 * n * EPS)
         root = np.exp(0.5 * np.where(h.high > 0.0, E, 0.0).max(axis=1))
-        sd_v, sd_k = root * h.sd_v + h.v * r, root * h.sd_k + h.a * r
+        sd_v, sd_k = root * h.sd_v + h.v * r, root * h.sd_k + h.a * r + slip * keys
         spread = sd_k + G * np.sqrt(p.max(axis=1))
         Y = h.Y + (r * (np.sqrt(2.0) * h.v + sd_v * spread))[:, None]
-        K = h.K + (r * (np.sqrt(2.0) * h.a + sd_k * spread))[:, None]
+        K = h.K + (r * (np.sqrt(2.0) * h.a + sd_k * spread) + 2.0 * slip * keys)[:, None]
         return cls(low, p, G, Y, K, sd_v, sd_k, h.a, h.v)
+
+    @property
+    def others_move(self) -> Array:
+        """The weights of the tokens but the row's own."""
+        n, m = self.p.shape
+        rows, columns = np.arange(n)[:, None], np.arange(m)
+        return np.where((rows == columns) | (columns >= n), 0.0, self.p)
 
     def largest(self, *coefficients: float) -> Array:
         """Largest absolute value of a polynomial of degree at most 2 over each ``[low, p]``."""
@@ -152,8 +174,7 @@ class _Moved:
 
     def others(self) -> float:
         """The terms without the row's own token."""
-        n = len(self.G)
-        p = np.where(np.eye(n, dtype=bool), 0.0, self.p)
+        p = self.others_move
         v, Y, g = self.v, self.Y, self.G[:, None]
         pY = p * Y
         two = self.largest(1.0, -2.0)
@@ -161,7 +182,7 @@ class _Moved:
         B = 3.0 * v * g**2 * p * two * np.sqrt((1.0 - self.low) ** 2 + 9.0 * P_rest**2)
         alone = pY * self.largest(1.0, -6.0, 6.0)
         B += g**3 * np.sqrt(alone**2 + 9.0 * p**2 * (Y * self.largest(1.0, -4.0) * P_rest + two * Y_rest) ** 2)
-        rows, top = np.arange(n), p.argmax(axis=1)
+        rows, top = np.arange(len(p)), p.argmax(axis=1)
         rest, rest_Y = p.copy(), pY.copy()
         rest[rows, top] = rest_Y[rows, top] = 0.0
         pairs, pairs_Y, G = _off(rest, rest), _off(rest_Y, rest), self.G
@@ -172,8 +193,7 @@ class _Moved:
 
     def own(self) -> float:
         """The terms with the row's own token."""
-        n = len(self.G)
-        here = np.eye(n, dtype=bool)
+        here = np.arange(len(self.p))[:, None] == np.arange(self.p.shape[1])
         a, v, Y, G = self.a, self.v, self.Y, self.G
         self_p, self_low = np.diag(self.p).copy(), np.diag(self.low).copy()
         K = self.K + G[:, None] * np.where(here, (1.0 - self_low)[:, None], self_p[:, None])
@@ -185,7 +205,7 @@ class _Moved:
         cov_rest, square_rest = np.minimum(_rest(pYK), both), np.minimum(_rest(pK * K), variance)
         mixed_rest = np.minimum(_rest(pYK * K), widest * both)
         less = 1.0 - self.low
-        p = np.where(here, 0.0, self.p)
+        p = self.others_move
         g, mine, Ki, Yi = G[:, None], self_p[:, None], np.diag(K)[:, None], np.diag(Y)[:, None]
         two = self.largest(1.0, -2.0)
         c21 = 3.0 * v * np.maximum(K**2 * less, square_rest) + 6.0 * v * g * mine * (Ki + K) + 12.0 * v * a * mine

@@ -28,6 +28,67 @@ def softmax(X, A, V, c, causal=False, W=None):
     return out if W is None else out * matrix(W).T
 
 
+def score(X, h, W=None):
+    """A head with composed logits, a :class:`ScoreAttention` of a sequence."""
+    n = X.rows
+    length = n if h.length is None else mp.mpf(h.length)
+    places = [length * i / n for i in range(1, n + 1)]
+    q, k, v = (
+        _feature(X, *(getattr(h, name) for name in names))
+        for names in (
+            ("Q", "query_bias", "query_norm"),
+            ("K", "key_bias", "key_norm"),
+            ("V", "value_bias", "value_norm"),
+        )
+    )
+    if h.rotation is not None:
+        q, k = (_turned(z, places, h.rotation.frequencies, h.rotation.layout) for z in (q, k))
+    out = mp.zeros(n, v.cols)
+    for i in range(n):
+        terms = []
+        for j in range(n):
+            away = places[j] - places[i]
+            if h.mask is not None and h.mask.hidden(np.array([float(places[i])]), np.array([float(places[j])]))[0, 0]:
+                continue
+            s = mp.mpf(float(h.scale)) * mp.fsum(q[i, t] * k[j, t] for t in range(q.cols))
+            s = s if h.cap is None else mp.mpf(h.cap) * mp.tanh(s / mp.mpf(h.cap))
+            if h.bias is not None:
+                s -= mp.mpf(h.bias.slope) * abs(away)
+                if h.bias.table is not None:
+                    m = len(h.bias.table) // 2
+                    s += mp.mpf(float(h.bias.table[min(max(int(mp.nint(away)), -m), m) + m]))
+            terms.append((mp.exp(s), j))
+        total = mp.fsum(p for p, _ in terms)
+        total += 0 if h.sink is None else mp.exp(mp.mpf(h.sink)) * n / length
+        for t in range(v.cols):
+            out[i, t] = mp.fsum(p * v[j, t] for p, j in terms) / total
+    return out if W is None else out * matrix(W).T
+
+
+def _feature(X, M, bias, norm):
+    z = X * matrix(M).T
+    for i in range(z.rows) if bias is not None else ():
+        for t in range(z.cols):
+            z[i, t] += mp.mpf(float(bias[t]))
+    if norm is None:
+        return z
+    z = layer_norm(z, norm.gain, norm.eps, norm.center)
+    for i in range(z.rows) if norm.bias is not None else ():
+        for t in range(z.cols):
+            z[i, t] += mp.mpf(float(norm.bias[t]))
+    return z
+
+
+def _turned(z, places, frequencies, layout):
+    out, r = z.copy(), len(frequencies)
+    for i, place in enumerate(places):
+        for t, f in enumerate(frequencies):
+            a, b = (2 * t, 2 * t + 1) if layout == "adjacent" else (t, t + r)
+            c, s = mp.cos(place * mp.mpf(float(f))), mp.sin(place * mp.mpf(float(f)))
+            out[i, a], out[i, b] = c * z[i, a] - s * z[i, b], s * z[i, a] + c * z[i, b]
+    return out
+
+
 def layer_norm(X, gain, eps, center=True):
     out = X.copy()
     for i in range(X.rows):

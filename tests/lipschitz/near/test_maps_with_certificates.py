@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import climbing
 import numpy as np
 import pytest
 
 import otattn as oa
-from otattn.attention import RotaryAttention
+from otattn.attention import RotaryAttention, Sum
 from otattn.lipschitz.near.build import chain_at
 from otattn.lipschitz.near.heads import heads_at
 from otattn.lipschitz.near.rotary import lifted
@@ -51,7 +52,11 @@ GPT2 = oa.TransformerBlock(
     attention_norm=NORM,
     mlp_norm=NORM,
 )
+PERCEPTRON = FeedForward(0.4 * drawn(6, 3), 0.4 * drawn(3, 6), activation="gelu", up_bias=drawn(6), down_bias=drawn(3))
+NEOX = oa.Residual(Sum(oa.Compose(NORM, ROTARY["several"]), oa.Compose(ROOT, PERCEPTRON)))
 DECODERS = {
+    "neox": oa.Compose(NEOX, NEOX, NORM),
+    "a sum": Sum(SUM, oa.Residual(PERCEPTRON, scale=-0.5), NORM),
     "llama": oa.Compose(LLAMA, LLAMA, ROOT),
     "gpt2": oa.Compose(GPT2, GPT2, NORM),
     "nested": oa.Residual(oa.Compose(NORM, oa.Residual(oa.Compose(oa.Compose(SUM), oa.Residual(ROOT, scale=0.2))))),
@@ -60,23 +65,11 @@ DECODERS = {
 
 
 def norm(attention, tokens=X):
-    return float(np.linalg.norm(attention.jacobian(tokens).to_dense().reshape(-1, tokens.size), 2))
+    return climbing.norm(attention, tokens)
 
 
-def climbed(attention, r, both=False, steps=12):
-    """The largest ratio of distances that ascent finds in the ball |D| <= r."""
-    best = 0.0
-    for start in range(6):
-        Z = X if not both else X + r * (D := drawn(*X.shape)) / np.linalg.norm(D)
-        D = np.linalg.svd(attention.jacobian(Z).to_dense().reshape(-1, X.size))[2][0].reshape(X.shape)
-        D = D * (-1.0) ** start if start < 2 else drawn(*X.shape)
-        for _ in range(steps):
-            D = Z + D * r / np.linalg.norm(D) - X
-            Y = X + D * min(1.0, r / np.linalg.norm(D))
-            moved = attention.on_tokens(Y) - attention.on_tokens(Z)
-            best = max(best, float(np.linalg.norm(moved) / np.linalg.norm(Y - Z)))
-            D = attention.jacobian(Y).rmatvec(moved.ravel()).reshape(X.shape)
-    return best
+def climbed(attention, r, both=False):
+    return climbing.climbed(attention, X, r, rng, both)
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -123,7 +116,7 @@ def test_nothing_climbs_above(name):
         assert norm(attention) * 0.8 < found <= bound.value <= 3.0 * norm(attention)
 
 
-@pytest.mark.parametrize("name", ["several", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["several", "a sum", pytest.param("llama", marks=pytest.mark.slow)])
 def test_long_ones_by_products(name, monkeypatch):
     attention = (ROTARY | DECODERS)[name]
     monkeypatch.setattr("otattn.lipschitz.near.build.DENSE", 4)
@@ -133,6 +126,15 @@ def test_long_ones_by_products(name, monkeypatch):
     r = 1e-4
     assert climbed(attention, r) <= chain.stretch(r)
     assert climbed(attention, r, both=True) <= chain.constant(r)
+
+
+def test_what_is_off_in_a_sum_adds():
+    """Remainders of the branches are reached together where they point one way: the same branch twice."""
+    one, two = (chain_at(m, X) for m in (SUM, Sum(SUM, SUM)))
+    for r in (1e-3, 1e-2):
+        assert two.remainder(r) == pytest.approx(2.0 * one.remainder(r), rel=1e-9)
+        assert two.growth(r) == pytest.approx(2.0 * one.growth(r), rel=1e-9)
+    assert two.image_error >= 2.0 * one.image_error
 
 
 def test_biases_of_sums_inside_sums_move_the_tokens():
@@ -165,6 +167,7 @@ def test_a_form_that_is_all_rounding_counts_as_such():
     ("attention", "says"),
     [
         (oa.L2Attention(np.eye(3), np.eye(3), np.eye(3)), "received L2Attention"),
+        (Sum(NORM, oa.L2Attention(np.eye(3), np.eye(3), np.eye(3))), "received L2Attention"),
         (oa.Residual(oa.L2Attention(np.eye(3), np.eye(3), np.eye(3))), "received L2Attention"),
         (oa.MultiHeadAttention([PLAIN, oa.L2Attention(np.eye(3), np.eye(3), drawn(2, 3))]), "L2Attention among them"),
         (oa.MultiHeadAttention([FIRST, oa.MaskedAttention(PLAIN)]), "must be written as one sum"),

@@ -3,6 +3,7 @@
 import mpmath as mp
 import numpy as np
 import pytest
+from climbing import directions
 from exact_maps import derivatives, layer_norm, matrix, perceptron, softmax
 
 from otattn.attention import MLP, LayerNorm, MaskedAttention, MultiHeadAttention, RMSNorm, SoftmaxAttention
@@ -40,15 +41,6 @@ def drawn(n, d, causal, several, scale=1.5):
         return parts[0] if not several else parts[0] + parts[1]
 
     return ours, f, rng.standard_normal((n, d)), rng
-
-
-def directions(rng, shape, count):
-    """Random ones, of which each third moves one token alone."""
-    for k in range(count):
-        D = rng.standard_normal(shape)
-        if k % 3 == 0:
-            D[np.arange(len(D)) != rng.integers(len(D))] = 0.0
-        yield D / np.linalg.norm(D)
 
 
 @pytest.mark.parametrize("case", CASES)
