@@ -35,6 +35,11 @@ MAX_MEAN = 1e140
 """Means beyond this size end a flow: their squares leave float64."""
 EXPLICIT_STEPS = 300
 """Steps, plus one a member, after which those that are left count as stiff."""
+BAND_ENTRIES = 2**23
+"""Of the band that LSODA keeps for stiff members that go together."""
+ROOT_STEPS = 60
+"""Evaluations for a wanted time inside a step; four to ten are usual."""
+EPS = float(np.finfo(np.float64).eps)
 NODES = 0.5 - 0.5 * np.cos(np.pi * np.arange(14) / 13.0)
 """Fourteen points carry the interpolants of DOP853 (degree 7) and LSODA (degree 12 at most) exactly."""
 WEIGHTS = (-1.0) ** np.arange(14) * np.where(np.arange(14) % 13 == 0, 0.5, 1.0)
@@ -69,8 +74,17 @@ def split_states(Y: Array, d: int) -> tuple[Array, Array, Array, Array]:
 class GaussianSystem:
     """The flat right-hand side of the members that still move."""
 
-    def __init__(self, gaussians: GaussianField, alpha0: Array, start: float, d: int, unit: Array, logs: bool) -> None:
-        self.gaussians, self.start, self.d, self.unit, self.logs = gaussians, start, d, unit, logs
+    def __init__(
+        self,
+        gaussians: GaussianField,
+        alpha0: Array,
+        start: float,
+        d: int,
+        unit: Array,
+        logs: bool,
+        end: float = math.inf,
+    ) -> None:
+        self.gaussians, self.start, self.d, self.unit, self.logs, self.end = gaussians, start, d, unit, logs, end
         self.anchor = (alpha0**2).sum(axis=1)
 
     def split(self, y: Array) -> tuple[Array, Array, Array, Array]:
@@ -80,7 +94,7 @@ class GaussianSystem:
         """``G M``, ``ds/dt``, ``alpha'`` and the clock rate rho."""
         M, s, alpha, t = self.split(y)
         # the last step may reach beyond the end, where the caller's parameters need not exist
-        GM, da = self.gaussians.rates(M, s, alpha, self.start + (t if self.logs else np.minimum(t, self.unit)))
+        GM, da = self.gaussians.rates(M, s, alpha, self.start + np.minimum(t, self.end))
         size = (M**2).sum(axis=(1, 2))
         safe = np.where(size > 0, size, 1.0)
         ds = (M * GM).sum(axis=(1, 2)) / safe
@@ -129,16 +143,33 @@ def integrate(
     run = GaussianRun([[] for _ in range(B)], ["failed"] * B, np.full(B, math.inf), y)
     if t_eval is None or t_eval[0] == 0.0:
         _keep(run, np.arange(B), y[:, -1], y)
-    task = _Task(gaussians, alpha, start, duration, t_eval, rtol, atol)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        rates = GaussianSystem(gaussians, alpha, start, alpha.shape[1], np.full(B, duration), False, duration).rates(y)[
+            3
+        ]
+    unit = 1.0 / np.where(np.isfinite(rates), rates, 1.0 / duration)
+    task = _Task(gaussians, alpha, start, duration, unit, t_eval, rtol, atol)
     explicit = EXPLICIT_STEPS + B
     left = _march(run, np.arange(B), task, DOP853, min(explicit, max_steps))
     if left.size and max_steps > explicit:
-        # stiff members go on alone, with a solver for them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # LSODA's own remarks: its status says the same
-            for b in left:
-                _march(run, np.array([b]), task, LSODA, max_steps - explicit)
+            _march_stiff(run, left, task, max_steps - explicit)
     return run
+
+
+def _march_stiff(run: GaussianRun, members: NDArray[np.intp], task: _Task, max_steps: int) -> None:
+    """Stiff members go on together, with a solver for them whose Jacobian has one block a member.
+
+    Its error norm is a maximum: each member meets the tolerance. Those whose company ends in a failure are tried alone.
+    """
+    size = run.last.shape[1]
+    together = max(1, BAND_ENTRIES // (3 * size**2))
+    for start in range(0, len(members), together):
+        group = members[start : start + together]
+        for b in _march(run, group, task, LSODA, max_steps):
+            if len(group) > 1:
+                _march(run, np.array([b]), task, LSODA, max_steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +180,8 @@ class _Task:
     alpha0: Array
     start: float
     duration: float
+    unit: Array
+    """In which each member first moves."""
     t_eval: Array | None
     rtol: float
     atol: float
@@ -157,14 +190,18 @@ class _Task:
 def _march(run: GaussianRun, active: NDArray[np.intp], task: _Task, method: Any, max_steps: int) -> NDArray[np.intp]:
     """Move members until they are done or ``max_steps`` are taken; returns those that are not."""
     y, d = run.last, task.alpha0.shape[1]
-    # the solver's error norm is a mean over the stack: a single member must meet the tolerance alone
-    share = math.sqrt(active.size)
+    # DOP853's error norm is a mean over the stack: a single member must meet the tolerance alone. LSODA's is a maximum
+    multistep = method is LSODA
+    share = 1.0 if multistep else math.sqrt(active.size)
     solver: Any = None
     tau, first, taken = 0.0, None, 0
-    while active.size and taken < max_steps:
+    moving = np.ones(active.size, dtype=bool)
+    while moving.any() and taken < max_steps:
         if solver is None:
-            unit = np.full(active.size, task.duration)
-            system = GaussianSystem(task.gaussians.take(active), task.alpha0[active], task.start, d, unit, False)
+            unit = task.unit[active] if multistep else np.full(active.size, task.duration)
+            gaussians, alpha0 = task.gaussians.take(active), task.alpha0[active]
+            system = GaussianSystem(gaussians, alpha0, task.start, d, unit, multistep, task.duration)
+            band = {"lband": y.shape[1] - 1, "uband": y.shape[1] - 1} if multistep and active.size > 1 else {}
             with np.errstate(over="ignore", invalid="ignore"):
                 solver = method(
                     system,
@@ -174,6 +211,7 @@ def _march(run: GaussianRun, active: NDArray[np.intp], task: _Task, method: Any,
                     rtol=max(task.rtol / share, 3e-14),
                     atol=task.atol / share,
                     first_step=first,
+                    **band,
                 )
         before = y[active, -1]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -182,27 +220,31 @@ def _march(run: GaussianRun, active: NDArray[np.intp], task: _Task, method: Any,
         if solver.status == "failed" or not np.isfinite(solver.y).all():
             break
         Y = solver.y.reshape(active.size, -1)
-        y[active] = Y
+        y[active[moving]] = Y[moving]
         now = Y[:, -1]
-        arrived = now >= task.duration
+        arrived = moving & (now >= task.duration)
         with np.errstate(over="ignore", invalid="ignore"):
             growth = system.growth(solver.y)
-        grown = ~arrived & (growth * now >= BLOW_UP_GROWTH)
-        lost = ~arrived & ~grown & (np.abs(Y[:, d * d + 1 : -1]).max(axis=1) > MAX_MEAN)
+        grown = moving & ~arrived & (growth * now >= BLOW_UP_GROWTH)
+        lost = moving & ~arrived & ~grown & (np.abs(Y[:, d * d + 1 : -1]).max(axis=1) > MAX_MEAN)
         done = arrived | grown | lost
         if task.t_eval is not None or arrived.any():
-            _between(run, solver, active, before, np.minimum(now, task.duration), arrived, task.t_eval)
+            _between(run, solver, active, before, np.minimum(now, task.duration), arrived, moving, task.t_eval)
         if task.t_eval is None:
-            _keep(run, active[~arrived], now[~arrived], Y[~arrived])
+            still = moving & ~arrived
+            _keep(run, active[still], now[still], Y[still])
         if done.any():
             for k in np.flatnonzero(done):
                 b = int(active[k])
                 run.status[b] = "success" if arrived[k] else "blow_up" if grown[k] else "overflow"
                 if grown[k]:
                     run.blow_up_times[b] = now[k] + 0.5 / growth[k]
-            tau, first = float(solver.t), float(solver.step_size)
-            active, solver = active[~done], None
-    return active
+            moving &= ~done
+            # a start costs a multistep method its order: members that have arrived drift on until half have
+            if not multistep or (grown | lost).any() or 2 * moving.sum() <= active.size:
+                tau, first = float(solver.t), float(solver.step_size)
+                active, moving, solver = active[moving], moving[moving], None
+    return active[moving]
 
 
 def _keep(run: GaussianRun, members: NDArray[np.intp], times: Array, Y: Array) -> None:
@@ -218,6 +260,7 @@ def _between(
     before: Array,
     now: Array,
     arrived: NDArray[np.bool_],
+    moving: NDArray[np.bool_],
     t_eval: Array | None,
 ) -> None:
     """States at the wanted times inside the last step: ``t(tau)`` is inverted on the solver's interpolant."""
@@ -225,19 +268,34 @@ def _between(
         members = np.flatnonzero(arrived)
         targets = now[members]
     else:
-        inside = (t_eval > before[:, None]) & (t_eval <= now[:, None])
+        inside = moving[:, None] & (t_eval > before[:, None]) & (t_eval <= now[:, None])
         members, which = np.nonzero(inside)
         targets = t_eval[which]
     if not members.size:
         return
     nodes = solver.t_old + (solver.t - solver.t_old) * NODES
     values = solver.dense_output()(nodes).reshape(active.size, -1, NODES.size)[members]
-    low, high = np.zeros(members.size), np.ones(members.size)
-    for _ in range(54):  # t is increasing in tau
-        middle = 0.5 * (low + high)
-        left = _at(values[:, -1:], middle)[:, 0] < targets
-        low, high = np.where(left, middle, low), np.where(left, high, middle)
-    _keep(run, active[members], targets, _at(values, 0.5 * (low + high)))
+    _keep(run, active[members], targets, _at(values, _places(values[:, -1:], targets)))
+
+
+def _places(clocks: Array, targets: Array) -> Array:
+    """Where increasing polynomials ``(m, 1, k)`` take their targets, in [0, 1]: false position, an end that stays twice halved."""
+    low, high = np.zeros(len(targets)), np.ones(len(targets))
+    below, above = clocks[:, 0, 0] - targets, clocks[:, 0, -1] - targets
+    fell = np.zeros(len(targets), dtype=np.int8)
+    x = high
+    for _ in range(ROOT_STEPS):
+        gap = above - below
+        x = np.clip(low - below * np.divide(high - low, gap, out=np.zeros_like(gap), where=gap > 0), low, high)
+        off = _at(clocks, x)[:, 0] - targets
+        if (np.abs(off) <= 4.0 * EPS * targets).all():
+            break
+        left = off < 0
+        above = np.where(left, np.where(fell == 1, 0.5 * above, above), off)
+        below = np.where(left, off, np.where(fell == -1, 0.5 * below, below))
+        low, high = np.where(left, x, low), np.where(left, high, x)
+        fell = np.where(left, 1, -1).astype(np.int8)
+    return np.asarray(x)
 
 
 def _at(values: Array, x: Array) -> Array:

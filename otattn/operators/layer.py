@@ -222,6 +222,16 @@ class SoftmaxLayer:
             np.divide(m.V, self._value_scale, out=W[v], casting="same_kind")
         return W
 
+    @property
+    def reach(self) -> float:
+        """The largest norm of a token."""
+        return float(row_norms(self._x).max())
+
+    @property
+    def chosen(self) -> NDArray[np.intp]:
+        """The atoms that the rows of the layer are."""
+        return np.arange(self.atoms) if self._chosen is None else self._chosen
+
     def gather(self, x: Array) -> Array:
         """Rows of all atoms to rows of the layer."""
         return x if self._chosen is None else x[self._chosen]

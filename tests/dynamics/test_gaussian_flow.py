@@ -281,6 +281,23 @@ def test_a_batch_is_its_members():
     assert np.allclose(same.blow_up_times, batch.blow_up_times, rtol=1e-9)
 
 
+def test_stiff_members_go_together():
+    """To a plane: settled at e^{-t}, followed to 1e4, which no explicit method reaches in so few steps."""
+    rng = np.random.default_rng(2)
+    roots = rng.uniform(-1.0, 1.0, (5, 2, 2))
+    covs = roots @ np.swapaxes(roots, 1, 2) + 0.02 * I2
+    attention = SoftmaxAttention(np.diag([-1.0, 0.0]), np.diag([0.0, 1.0]))
+    times = [1.0, 30.0, 1e3, 1e4]
+    batch = gaussian_flow_batch(attention, covs, t_span=(0, 1e4), t_eval=times, rtol=1e-9)
+    for S, member in zip(covs, batch, strict=True):
+        assert member.status == "success"
+        assert member.times.tolist() == times
+        alone = gaussian_flow(attention, GaussianMeasure([0.0, 0.0], S), t_span=(0, 1e4), t_eval=times, rtol=1e-9)
+        assert np.allclose(member.covs, alone.covs, rtol=0, atol=1e-7)
+        limit = np.diag([S[0, 0], S[1, 1] - S[0, 1] ** 2 / S[0, 0]])
+        assert np.allclose(member.covs[-1], limit, rtol=0, atol=1e-8)
+
+
 @pytest.mark.slow
 def test_three_hundred_members_blow_up_where_they_should():
     rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ def constant_above(
     attention : AttentionMap
     mu : measure
     splitting : float
-        The splitting part as computed.
+        The splitting part as computed, or a ceiling of it.
     failure : float
         Largest probability that a bound of kind "probabilistic" is below the constant.
     seed : int

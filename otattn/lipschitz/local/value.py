@@ -15,10 +15,12 @@ from otattn.attention import AttentionMap
 from otattn.attention.base import Measure, as_attention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.local.far_mass import far_mass, largest_field_norm
+from otattn.lipschitz.local.field_ceiling import field_ceilings
 from otattn.lipschitz.local.mixed_norms import mixed_local
 from otattn.lipschitz.local.upper_side import UpperKind, constant_above
 from otattn.measures import Domain
-from otattn.operators import measure_jacobian, top_singular
+from otattn.operators import FusedJacobian, measure_jacobian, top_singular
+from otattn.operators.layer import SoftmaxLayer
 
 __all__ = ["LocalLipschitz", "local_lipschitz", "splitting_part"]
 
@@ -43,6 +45,9 @@ class LocalLipschitz(Result):
         Atoms move as wholes: the norm of ``W^{1/2} J W^{-1/2}``, for equal weights that of the Jacobian.
     splitting : float
         An atom splits, its parts move apart: ``max_i ||D_x Gamma_mu(x_i)||`` (0 for maps of sequences, whose atoms do not).
+        Where a ceiling of it is below ``particle``, it is computed when it is first asked for, as tables and ``to_dict`` do.
+    splitting_ceiling : float
+        Not below the splitting part (that part itself where it is computed); printed in its place until it is known.
     far_mass : float or None
         ``sup_y ||D_x Gamma_mu(y)||`` over the domain, from below.
     left, right : ndarray (n, e), (n, d)
@@ -55,6 +60,8 @@ class LocalLipschitz(Result):
         Largest probability that ``upper`` is below the constant, where it is "probabilistic".
     seed : int
         Of the random starts of that bound.
+    known_splitting : float or None
+        ``splitting`` where it has been computed. Files keep what is known; a result that is read computes the rest itself.
     known_upper : float or None
         ``upper`` where it was found together with ``value`` (p = 1 and inf, far mass).
     """
@@ -62,7 +69,8 @@ class LocalLipschitz(Result):
     value: float
     lower: float
     particle: float
-    splitting: float
+    splitting_ceiling: float
+    known_splitting: float | None
     far_mass: float | None
     left: Array
     right: Array
@@ -74,6 +82,14 @@ class LocalLipschitz(Result):
     failure: float
     seed: int
     known_upper: float | None
+
+    @property
+    def splitting(self) -> float:
+        """The splitting part, from the map and the measure that the result keeps."""
+        if self.known_splitting is None:
+            object.__setattr__(self, "known_splitting", splitting_part(self.attention, self.mu.support()))
+        assert self.known_splitting is not None
+        return self.known_splitting
 
     @property
     def upper(self) -> float:
@@ -100,7 +116,9 @@ class LocalLipschitz(Result):
     def _above(self) -> tuple[float, UpperKind]:
         if self.known_upper is not None:
             return self.known_upper, "margins" if self.far_mass is None else "none"
-        upper, kind = constant_above(self.attention, self.mu, self.splitting, failure=self.failure, seed=self.seed)
+        upper, kind = constant_above(
+            self.attention, self.mu, self.splitting_ceiling, failure=self.failure, seed=self.seed
+        )
         return max(upper, self.lower), kind
 
     def displacement(self) -> Array:
@@ -130,15 +148,29 @@ class LocalLipschitz(Result):
         J = self.attention.jacobian(self.mu.support()).reweighted(self.mu.weights[live])
         return abs(float(np.linalg.norm(J.jvp(self.right[live]))) - self.particle) <= 1e-6 * max(self.particle, 1e-300)
 
+    def to_dict(self) -> dict[str, Any]:
+        return _with_splitting(self, super().to_dict())
+
     def rows(self) -> list[dict[str, Any]]:
         """One record: the constant, its parts, its residual, order and number of atoms."""
-        return [{**super().rows()[0], "n": self.mu.n}]
+        return [{**_with_splitting(self, super().rows()[0]), "n": self.mu.n}]
 
     def __repr__(self) -> str:
+        known = self.known_splitting
+        splitting = f"<={self.splitting_ceiling:.6g}" if known is None else f"={known:.6g}"
         return (
             f"LocalLipschitz({self.value:.6g}, p={self.p:g}, particle={self.particle:.6g}, "
-            f"splitting={self.splitting:.6g}, n={self.mu.n})"
+            f"splitting{splitting}, n={self.mu.n})"
         )
+
+
+def _with_splitting(local: LocalLipschitz, table: dict[str, Any]) -> dict[str, Any]:
+    """A table with the splitting part in the place of what was known of it."""
+    return {
+        "splitting" if key == "known_splitting" else key: local.splitting if key == "known_splitting" else value
+        for key, value in table.items()
+        if key != "splitting_ceiling"
+    }
 
 
 def local_lipschitz(
@@ -158,8 +190,9 @@ def local_lipschitz(
     over measures obtained from ``mu`` by moving (and splitting) its atoms by at most r. For p = 2 it is the maximum of
     two norms: the symmetric sector, where atoms move as wholes (``particle``), and the antisymmetric one, where parts of
     an atom move in opposite directions, Gamma does not change to first order and the parts follow the field
-    (``splitting``). For p = 1 and inf the two add up atom by atom and what remains is the maximum of a convex function
-    on a sphere: a value from below by ascent and one from above by duality are returned.
+    (``splitting``; not computed where a ceiling of it, with its rounding counted, is below the first). For p = 1 and inf
+    the two add up atom by atom and what remains is the maximum of a convex function on a sphere: a value from below by
+    ascent and one from above by duality are returned.
 
     Parameters
     ----------
@@ -203,31 +236,33 @@ def local_lipschitz(
     check.probability(failure, "failure")
     if order not in (1.0, 2.0, np.inf):
         raise ValueError(f"p must be 1, 2 or inf for a local constant, received {p!r}.")
-    residual, iterations, known_upper = 0.0, 0, None
+    residual, iterations, known_upper, layer = 0.0, 0, None, None
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
             if order == 2.0:
-                lower, u, v, residual, iterations = _top_singular(attention, support, tol, generator)
+                lower, u, v, residual, iterations, layer = _top_singular(attention, support, tol, generator)
                 particle = lower
             else:
                 lower, known_upper, particle, u, v = mixed_local(attention, support, order, generator)
-            splitting = splitting_part(attention, support)
+            splitting, ceiling = _splitting(attention, support, None if domain is not None else layer, particle)
     except np.linalg.LinAlgError as exc:
         raise OverflowError(_TOO_LARGE) from exc
-    if not np.isfinite([lower, known_upper or 0.0, particle, splitting]).all():
+    if not np.isfinite([lower, known_upper or 0.0, particle, splitting or 0.0]).all():
         raise OverflowError(_TOO_LARGE)
-    far = None if domain is None else max(splitting, far_mass(attention, measure, domain, rng=generator))
-    lower = max(lower, splitting, far or 0.0)
+    lower = max(lower, splitting or 0.0)
+    far = None if domain is None else max(splitting or 0.0, far_mass(attention, measure, domain, rng=generator))
+    lower = max(lower, far or 0.0)
     if far is not None:  # found from below: nothing is known from above
         known_upper = np.inf
     elif known_upper is not None:
-        known_upper = max(known_upper, splitting)
+        known_upper = max(known_upper, splitting or 0.0)
     left, right = np.zeros((measure.n, u.shape[1])), np.zeros((measure.n, v.shape[1]))
     left[live], right[live] = u, v
     return LocalLipschitz(
         lower,
         lower,
         particle,
+        ceiling,
         splitting,
         far,
         check.frozen(left),
@@ -243,36 +278,62 @@ def local_lipschitz(
     )
 
 
-def splitting_part(attention: AttentionMap, mu: Measure) -> float:
-    """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks; 0 for maps whose atoms do not split."""
+def splitting_part(attention: AttentionMap, mu: Measure, *, ceilings: Array | None = None, floor: float = 0.0) -> float:
+    """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks; 0 for maps whose atoms do not split.
+
+    ``ceilings`` bound the norms atom by atom: those that are not above ``floor``, or above what has been found, are left out.
+    """
     if not attention.splits:
         return 0.0
     d = mu.dim
     e = d if attention.out_dim is None else attention.out_dim
     rows = max(1, FIELD_BYTES // (8 * d * e))
-    best = 0.0
+    ceilings = np.full(mu.n, np.inf) if ceilings is None else ceilings
+    order = np.argsort(-ceilings, kind="stable")
+    best = floor
     for start in range(0, mu.n, rows):
-        part = slice(start, start + rows)
+        part = order[start : start + rows]
+        part = part[ceilings[part] > best]
+        if not part.size:
+            break
         times = mu.times[part] if attention.causal else None  # type: ignore[union-attr]
         best = largest_field_norm(attention.field_jacobian(mu.points[part], mu, times=times), best)
     return float(best)
 
 
+def _splitting(
+    attention: AttentionMap, mu: Measure, layer: SoftmaxLayer | None, particle: float
+) -> tuple[float | None, float]:
+    """The splitting part where it may exceed the particle part (else None), and a ceiling of it."""
+    if layer is None or not attention.splits:
+        known = splitting_part(attention, mu)
+        return known, known
+    ceilings = np.empty(mu.n)
+    ceilings[layer.chosen] = field_ceilings(layer, particle)
+    highest = float(ceilings.max())
+    if highest <= particle:
+        return None, highest
+    found = splitting_part(attention, mu, ceilings=ceilings, floor=particle)
+    return (found, found) if found > particle else (None, particle)
+
+
 def _top_singular(
     attention: AttentionMap, mu: Measure, tol: float, rng: np.random.Generator
-) -> tuple[float, Array, Array, float, int]:
-    """Top singular triple of ``W^{1/2} J W^{-1/2}``: sigma, u, v, relative residual, products."""
+) -> tuple[float, Array, Array, float, int, SoftmaxLayer | None]:
+    """Top singular triple of ``W^{1/2} J W^{-1/2}``: sigma, u, v, relative residual, products, and the layer that was fused."""
     n, d = mu.n, mu.dim
     e = d if attention.out_dim is None else attention.out_dim
     if n * d * n * e <= DENSE_ENTRIES:
-        J = attention.jacobian(mu).reweighted(mu.weights)
-        U, s, Vt = np.linalg.svd(J.to_dense(), full_matrices=False)
-        return float(s[0]), U[:, 0].reshape(n, e), Vt[0].reshape(n, d), 0.0, 0
-    top = top_singular(measure_jacobian(attention, mu), precision="precise", tol=tol, rng=rng)
+        dense = attention.jacobian(mu).reweighted(mu.weights).to_dense()
+        U, s, Vt = np.linalg.svd(dense, full_matrices=False)
+        return float(s[0]), U[:, 0].reshape(n, e), Vt[0].reshape(n, d), 0.0, 0, None
+    J = measure_jacobian(attention, mu)
+    top = top_singular(J, precision="precise", tol=tol, rng=rng)
     return (
         top.value,
         top.left.reshape(n, e),
         top.right.reshape(n, d),
         top.residual,
         top.iterations,
+        J.layer if isinstance(J, FusedJacobian) else None,
     )
