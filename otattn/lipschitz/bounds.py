@@ -19,6 +19,7 @@ from otattn.lipschitz.upper.published import (
     castin2024_masked,
     geshkovski2024_mean_field,
 )
+from otattn.lipschitz.upper.rotary import rotary_gram_bound
 from otattn.lipschitz.upper.scores import (
     rotary_row_bound,
     score_average_bound,
@@ -57,6 +58,7 @@ __all__ = [
     "masked_row_bound",
     "multi_head",
     "pointwise_bound",
+    "rotary_gram_bound",
     "rotary_row_bound",
     "row_bound",
     "row_norm",
