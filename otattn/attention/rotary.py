@@ -210,15 +210,17 @@ class RotaryAttention(SingleHead):
         return _RotaryJacobian(self._kernel(mu, times, block_size), times).operator()
 
 
+def pairs(half: int, layout: str) -> tuple[slice, slice]:
+    """First and second coordinates of the pairs."""
+    if layout == "adjacent":
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(0, half), slice(half, 2 * half)
+
+
 def rotate(z: Array, angles: Array, layout: str) -> Array:
     """Turn the pairs of the leading coordinates of ``z (..., m, k)`` by ``angles (m, r/2)`` or ``(1, r/2)``."""
-    half = angles.shape[1]
+    first, second = pairs(angles.shape[1], layout)
     cos, sin = np.cos(angles), np.sin(angles)
-    first, second = (
-        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-        if layout == "adjacent"
-        else (slice(0, half), slice(half, 2 * half))
-    )
     out = np.array(z)
     a, b = z[..., first], z[..., second]
     out[..., first] = a * cos - b * sin

@@ -20,6 +20,7 @@ from otattn.lipschitz.upper.published import (
     geshkovski2024_mean_field,
     kim2021_l2,
 )
+from otattn.lipschitz.upper.rotary import rotary_gram_bound
 from otattn.lipschitz.upper.scores import (
     rotary_row_bound,
     score_average_bound,
@@ -58,6 +59,7 @@ __all__ = [
     "masked_row_bound",
     "multi_head",
     "pointwise_bound",
+    "rotary_gram_bound",
     "rotary_row_bound",
     "row_bound",
     "row_norm",

@@ -215,6 +215,7 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         ("bounds.multi_head", on_domain(B.multi_head), {**SEVERAL, "masked": None, "orders": ORDERS}),
         ("bounds.pointwise_bound", on_domain(B.pointwise_bound), {"kinds": ALL[-4:], "masked": None, "orders": ORDERS}),
         ("bounds.rotary_row_bound", on_domain(B.rotary_row_bound), {"kinds": ("rotary",), "any_measure": False}),
+        ("bounds.rotary_gram_bound", on_domain(B.rotary_gram_bound), {"kinds": ("rotary",), "any_measure": False}),
         ("bounds.sinkhorn_bound", on_domain(B.sinkhorn_bound), {"kinds": ("sinkhorn",), "orders": ORDERS}),
         ("bounds.score_row_bound", on_domain(B.score_row_bound), {"kinds": SCORES, "any_measure": False}),
         ("bounds.score_column_bound", on_domain(B.score_column_bound), {"kinds": SCORES, "orders": ORDERS}),

@@ -127,6 +127,7 @@ def closed_forms() -> dict[str, Maker]:
             add(f"l2_row_bound-{place}-{n}", bounds.l2_row_bound, L2, domain=domain, n=n)
             add(f"l2_column_bound-masked-{place}-{n}", bounds.l2_column_bound, MaskedAttention(L2), domain=domain, n=n)
             add(f"rotary_row_bound-{place}-{n}", bounds.rotary_row_bound, ROTARY, domain=domain, n=n)
+            add(f"rotary_gram_bound-{place}-{n}", bounds.rotary_gram_bound, ROTARY, domain=domain, n=n)
         for n, p in ((None, 1.0), (None, 2.0), (4, 3.0), (None, math.inf)):
             add(f"l2_column_bound-{place}-{n}-{p}", bounds.l2_column_bound, L2, domain=domain, n=n, p=p)
             for name, head in (("two", HEADS), ("mixed", SEVERAL)):

@@ -59,6 +59,7 @@ CALLS: list[tuple[str, dict[str, Any], AttentionMap]] = [
     ("multi_head", {"radius": 1.0}, HEADS),
     ("pointwise_bound", {"radius": 1.0}, SigmoidAttention(A, V)),
     ("rotary_row_bound", {"radius": 1.0}, RotaryAttention(np.eye(2), np.eye(2), V)),
+    ("rotary_gram_bound", {"radius": 1.0}, RotaryAttention(np.eye(2), np.eye(2), V)),
     ("gated_bound", {"radius": 1.0}, GatedAttention(SOFTMAX, np.eye(2))),
     ("heads_bound", {"radius": 1.0}, MultiHeadAttention([SOFTMAX, ScoreAttention(A, A, V, cap=0.5)])),
     ("row_bound", {"radius": 1.0}, SOFTMAX),

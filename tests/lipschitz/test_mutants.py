@@ -171,6 +171,10 @@ def small_maps():
         "l2 column": (bounds.l2_column_bound, L2Attention(A, B, V)),
         "l2 column tied": (bounds.l2_column_bound, L2Attention(A, A, V)),
         "pointwise": (bounds.pointwise_bound, LinearAttention(A, V)),
+        "rotary sequences": (
+            bounds.rotary_gram_bound,
+            RotaryAttention(A, B, V, query_bias=[0.3, 0.1], key_bias=[0.2, -0.5]),
+        ),
         "rotary": (bounds.rotary_row_bound, RotaryAttention(A, B, V, query_bias=[0.3, 0.1], key_bias=[0.2, -0.5])),
         "score row": (bounds.score_row_bound, ScoreAttention(A, B, V, value_bias=[0.5, 2.0], sink=0.3, length=1.0)),
         "score column": (bounds.score_column_bound, ScoreAttention(A, B, V, key_norm=RMSNorm([1.0, 2.0], eps=0.1))),

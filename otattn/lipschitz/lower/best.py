@@ -8,12 +8,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, SoftmaxAttention
+from otattn.attention import AttentionMap, RotaryAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.lower import witnesses
 from otattn.lipschitz.lower.ascent import Candidates, evaluate, round_multiplicities
 from otattn.lipschitz.lower.explicit import Layout, search_explicit
 from otattn.lipschitz.lower.problem import Effort, Problem, problem_of
+from otattn.lipschitz.lower.rotary import continued, nested, reduced, search_rotary
 from otattn.lipschitz.lower.search import search_measures, search_tokens
 from otattn.lipschitz.lower.sequences import search_chains, search_sequences
 from otattn.lipschitz.theorem import check_count, check_effort
@@ -175,6 +176,9 @@ def _best_sequence(problem: Problem, rng: np.random.Generator) -> _Found:
     """The same for a causal map: searched on a sequence of at most a core's length, then lengthened to n."""
     _check_length(problem)
     n, p = problem.tokens, problem.p
+    head = problem.attention
+    if p == 2.0 and isinstance(head, RotaryAttention) and (n <= STRETCH_LIMIT or nested(head)):
+        return _best_rotary(problem, rng)
     by_gradient = problem.analytic and p == 2.0
     core = replace(problem, n=min(n, SEQUENCE_CORE if by_gradient else EXPLICIT_CORE))
     layout = Layout(core, "sequence")
@@ -199,6 +203,18 @@ def _best_sequence(problem: Problem, rng: np.random.Generator) -> _Found:
         long = Layout(problem, "sequence").witness(pair[0], round_multiplicities(pair[1][None], n)[0])
         best = long if best is None or long[1] > best[1] else best
     return *best, details
+
+
+def _best_rotary(problem: Problem, rng: np.random.Generator) -> _Found:
+    """The same for a rotary head: each sequence found, with n tokens, by the map's own Jacobian."""
+    n = problem.tokens
+    seen = reduced(replace(problem, n=min(n, STRETCH_LIMIT)))
+    layout = Layout(seen, "sequence")
+    found = [layout.witness(continued(z, seen.tokens), np.zeros(seen.tokens)) for z in search_rotary(seen, rng)]
+    measure, value = max(found, key=lambda one: one[1])
+    if n > seen.tokens:  # the leading block of the Jacobian stays
+        measure = SpaceTimeMeasure.from_sequence(continued(measure.points, n))
+    return measure, value, {}
 
 
 def _best_measure(problem: Problem, rng: np.random.Generator) -> _Found:
