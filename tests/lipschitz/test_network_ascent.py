@@ -40,7 +40,10 @@ def test_the_slope_is_that_of_the_constant(name, domain):
     assert checked >= 2
 
 
-@pytest.mark.parametrize("name", [pytest.param("network-bert", marks=pytest.mark.slow), "network-llama"])
+@pytest.mark.parametrize(
+    "name",
+    ["block-masked-pre", *(pytest.param(f"network-{name}", marks=pytest.mark.slow) for name in ("bert", "llama"))],
+)
 def test_the_ascent_beats_random_tokens(name):
     rng = np.random.default_rng(0)
     attention = MAPS[name](rng)

@@ -45,8 +45,19 @@ def heads(rng, d, e, a):
     yield MaskedAttention(several)
 
 
-@pytest.mark.parametrize(("n", "d", "e"), [(1, 2, 2), (2, 1, 1), (4, 2, 3), (6, 3, 2)])
-@pytest.mark.parametrize("a", [1.0, 8.0])
+@pytest.mark.parametrize(
+    ("n", "d", "e", "a"),
+    [
+        (1, 2, 2, 8.0),
+        (2, 1, 1, 1.0),
+        (4, 2, 3, 8.0),
+        (6, 3, 2, 1.0),
+        pytest.param(1, 2, 2, 1.0, marks=pytest.mark.slow),
+        pytest.param(2, 1, 1, 8.0, marks=pytest.mark.slow),
+        pytest.param(4, 2, 3, 1.0, marks=pytest.mark.slow),
+        pytest.param(6, 3, 2, 8.0, marks=pytest.mark.slow),
+    ],
+)
 def test_no_configuration_in_the_ball_exceeds_it(n, d, e, a):
     rng = np.random.default_rng(n + d)
     X = rng.standard_normal((n, d))
@@ -57,9 +68,11 @@ def test_no_configuration_in_the_ball_exceeds_it(n, d, e, a):
             bound = near_tokens(attention, X, rho)
             assert bound.verify()
             assert bound.details["local_value"] == pytest.approx(here, rel=1e-9)
-            assert attacked(attention, X, rho, rng) <= bound.value
             if rho == 0.0:
+                assert here <= bound.value
                 assert bound.value == pytest.approx(here, rel=1e-8)
+            else:
+                assert attacked(attention, X, rho, rng) <= bound.value
 
 
 def test_it_is_a_lipschitz_constant_on_the_ball():
