@@ -13,7 +13,6 @@ ATTENTION = oa.SoftmaxAttention(-np.eye(2), np.eye(2))
 X = np.random.default_rng(0).normal(size=(5, 2))
 WINDOWS = np.random.default_rng(1).normal(size=(2, 8, 2))
 PAIRS = oa.samplers.uniform_ball_pairs(3, 2, 1.0)
-LINE = oa.SoftmaxAttention([[0.0]], [[1.0]])
 
 
 MAKERS = {
@@ -23,9 +22,6 @@ MAKERS = {
     "LocalLipschitz": lambda: oa.local_lipschitz(ATTENTION, X),
     "LocalGrowth": lambda: oa.local_growth([ATTENTION], WINDOWS, n_values=(2, 4, 8)),
     "Bound": lambda: oa.bounds.row_bound(ATTENTION, radius=1.0, n=4),
-    "Enclosure": lambda: oa.enclose_lipschitz(LINE, radius=1.0, n=2),
-    "EnclosureTable": lambda: oa.enclosure_table(LINE, radius=1.0, n_values=(2, None)),
-    "StructureTable": lambda: oa.structure_table(dim=2, n=4, rng=0),
 }
 
 

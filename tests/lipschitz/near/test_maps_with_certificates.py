@@ -63,10 +63,10 @@ def norm(attention, tokens=X):
     return float(np.linalg.norm(attention.jacobian(tokens).to_dense().reshape(-1, tokens.size), 2))
 
 
-def climbed(attention, r, both=False, steps=12):
+def climbed(attention, r, both=False, steps=12, starts=6):
     """The largest ratio of distances that ascent finds in the ball |D| <= r."""
     best = 0.0
-    for start in range(6):
+    for start in range(starts):
         Z = X if not both else X + r * (D := drawn(*X.shape)) / np.linalg.norm(D)
         D = np.linalg.svd(attention.jacobian(Z).to_dense().reshape(-1, X.size))[2][0].reshape(X.shape)
         D = D * (-1.0) ** start if start < 2 else drawn(*X.shape)
@@ -113,13 +113,14 @@ def test_it_tends_to_the_local_constant(name):
         assert here * (1 - 1e-12) <= values[-1] <= here * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("starts", [3, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*ROTARY, *DECODERS])
-def test_nothing_climbs_above(name):
+def test_nothing_climbs_above(name, starts):
     attention = (ROTARY | DECODERS)[name]
     for kind in ("pairs", "constant"):
         bound = oa.certify(attention, X, radius=1e-3 if name in ROTARY else 1e-5, kind=kind)
         r = bound.domain.radius * np.sqrt(len(X))
-        found = climbed(attention, r, both=kind == "constant")
+        found = climbed(attention, r, both=kind == "constant", starts=starts)
         assert norm(attention) * 0.8 < found <= bound.value <= 3.0 * norm(attention)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from otattn.attention import L2Attention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
-from otattn.lipschitz import at_measure_bound, lipschitz_upper_bound
+from otattn.lipschitz import at_measure_bound
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.bounds import field_bound
+from otattn.lipschitz.bounds import field_bound, row_bound
 from otattn.lipschitz.relaxations import near_tokens
 from otattn.measures import Ball, Box, DiscreteMeasure
 
@@ -99,12 +99,11 @@ def test_tight_as_the_ball_shrinks_and_monotone():
     assert values[3] < 1.35 * values[0]
 
 
-@pytest.mark.slow
 def test_global_bound_is_a_ceiling_and_must_apply():
     attention = SoftmaxAttention(np.eye(2), np.eye(2))
     X = np.array([[1.0, 0.0], [0.0, 1.0]])
     free = near_tokens(attention, X, 5.0)
-    whole = lipschitz_upper_bound(attention, radius=6.0, n=2)
+    whole = row_bound(attention, radius=6.0, n=2)
     capped = near_tokens(attention, X, 5.0, global_bound=whole)
     assert free.value > whole.value
     assert capped.value == pytest.approx(whole.value, rel=1e-10)
@@ -120,9 +119,9 @@ def test_global_bound_is_a_ceiling_and_must_apply():
         (replace(whole, kind="lower"), "lower bound"),
         (replace(whole, p=1.0), "p = 1"),
         (replace(whole, n=7), "n = 7"),
-        (lipschitz_upper_bound(attention, radius=2.0, n=2), "radius"),
-        (lipschitz_upper_bound(attention, domain=Box([-4.0, -4.0], [4.0, 4.0]), n=2), "box"),
-        (lipschitz_upper_bound(other, radius=6.0, n=2), "another attention map"),
+        (row_bound(attention, radius=2.0, n=2), "radius"),
+        (row_bound(attention, domain=Box([-4.0, -4.0], [4.0, 4.0]), n=2), "box"),
+        (row_bound(other, radius=6.0, n=2), "another attention map"),
         (at_measure_bound(attention, X), "'local'"),
         (field_bound(attention, radius=6.0), "'field'"),
     ):
