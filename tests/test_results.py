@@ -178,6 +178,10 @@ def test_plain_values(result) -> None:
     json.dumps(result.to_dict(), allow_nan=False)
 
 
+UNDEFINED = (oa.DepthProfile, oa.lipschitz.Exponent, oa.RealAgainstAdversarial)
+"""Results with numbers that two points do not determine, such as the deviation of a slope, or that no layer before has."""
+
+
 def test_tables(result) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     rows = result.rows()
@@ -185,10 +189,13 @@ def test_tables(result) -> None:
     assert len({tuple(row) for row in rows}) == 1
     for value in (value for row in rows for value in row.values()):
         assert value is None or type(value) in (bool, int, float, str, list)
-    assert isinstance(result.to_dataframe(), pandas.DataFrame)
+    frame = result.to_dataframe()
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == len(rows)
     html = result._repr_html_()
     assert html.startswith("<table>")
-    assert 2 <= html.count("<tr>") <= 22
+    assert 2 <= html.count("<tr>") == html.count("</tr>") <= 22
+    assert "nan" not in html or type(result) in UNDEFINED
 
 
 def test_one_line(result) -> None:

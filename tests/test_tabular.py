@@ -1,5 +1,6 @@
 """Results as tables in notebooks and as data frames; tensors as arguments."""
 
+import functools
 import sys
 
 import numpy as np
@@ -10,34 +11,36 @@ from otattn._tabular import html_table
 
 ATTENTION = oa.SoftmaxAttention(-np.eye(2), np.eye(2))
 X = np.random.default_rng(0).normal(size=(5, 2))
+WINDOWS = np.random.default_rng(1).normal(size=(2, 8, 2))
+PAIRS = oa.samplers.uniform_ball_pairs(3, 2, 1.0)
 
 
-def results():
-    layer_windows = np.random.default_rng(1).normal(size=(2, 8, 2))
-    yield oa.stability_ratio(ATTENTION, X, 2 * X)
-    yield oa.stability_study(ATTENTION, oa.samplers.uniform_ball_pairs(3, 2, 1.0), n_pairs=8, rng=0, progress=False)
-    yield oa.sweep(ATTENTION, n=(2, 3), n_pairs=3, progress=False)
-    yield oa.local_lipschitz(ATTENTION, X)
-    yield oa.local_growth([ATTENTION], layer_windows, n_values=(2, 4, 8))
-    yield oa.bounds.row_bound(ATTENTION, radius=1.0, n=4)
-    yield oa.enclose_lipschitz(oa.SoftmaxAttention([[0.0]], [[1.0]]), radius=1.0, n=2)
-    yield oa.enclosure_table(oa.SoftmaxAttention([[0.0]], [[1.0]]), radius=1.0, n_values=(2, None))
-    yield oa.structure_table(dim=2, n=4, rng=0)
+MAKERS = {
+    "StabilityRatio": lambda: oa.stability_ratio(ATTENTION, X, 2 * X),
+    "StabilityStudy": lambda: oa.stability_study(ATTENTION, PAIRS, n_pairs=8, rng=0, progress=False),
+    "Sweep": lambda: oa.sweep(ATTENTION, n=(2, 3), n_pairs=3, progress=False),
+    "LocalLipschitz": lambda: oa.local_lipschitz(ATTENTION, X),
+    "LocalGrowth": lambda: oa.local_growth([ATTENTION], WINDOWS, n_values=(2, 4, 8)),
+    "Bound": lambda: oa.bounds.row_bound(ATTENTION, radius=1.0, n=4),
+}
 
 
-RESULTS = list(results())
+@pytest.fixture(scope="module")
+def made():
+    return functools.cache(lambda name: MAKERS[name]())
 
 
-@pytest.mark.parametrize("result", RESULTS, ids=lambda r: type(r).__name__)
-def test_notebook_tables(result) -> None:
-    text = result._repr_html_()
+@pytest.mark.parametrize("name", MAKERS)
+def test_notebook_tables(name, made) -> None:
+    text = made(name)._repr_html_()
     assert text.startswith("<table>")
     assert text.count("<tr>") == text.count("</tr>") >= 2
     assert "nan" not in text
 
 
-@pytest.mark.parametrize("result", RESULTS, ids=lambda r: type(r).__name__)
-def test_data_frames(result, monkeypatch) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_data_frames(name, made, monkeypatch) -> None:
+    result = made(name)
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = result.to_dataframe()
     assert isinstance(frame, pandas.DataFrame)

@@ -273,29 +273,31 @@ def _gronwall(
         prior = None
         posterior = np.broadcast_to(np.maximum(radii[:-1], radii[1:])[:, None], local.shape)
     width = np.broadcast_to(gaps[:, None] / SUBSTEPS, local.shape)
-    jobs = [("ours, radius along the flow", posterior, True)]
+    jobs: list[tuple[Array, tuple[str, ...]]] = [(posterior, ("ours, radius along the flow",))]
     if prior is not None:
-        jobs += [("ours", prior, True), ("published", prior, False)]
-    for name, R, ours in jobs:
-        logs = [_log_constant(attention, float(r), n, p, ours) for r in R.ravel()]
-        if any(v is None for v in logs):
-            continue
-        with np.errstate(over="ignore"):
-            steps = np.exp(np.reshape(np.array(logs, dtype=np.float64), R.shape)) * width
-            out[name] = check.frozen(np.concatenate([[0.0], np.cumsum(steps.sum(axis=1))]) * (1.0 + 1e-12))
+        jobs.append((prior, ("ours", "published")))
+    for R, names in jobs:
+        both = [_log_constants(attention, float(r), n, p) for r in R.ravel()]
+        for k, name in enumerate(names):
+            logs = [pair[k] for pair in both]
+            if any(v is None for v in logs):
+                continue
+            with np.errstate(over="ignore"):
+                steps = np.exp(np.reshape(np.array(logs, dtype=np.float64), R.shape)) * width
+                out[name] = check.frozen(np.concatenate([[0.0], np.cumsum(steps.sum(axis=1))]) * (1.0 + 1e-12))
     return out, caps
 
 
-def _log_constant(attention: AttentionMap, R: float, n: int | None, p: float, ours: bool) -> float | None:
-    """Logarithm of the least upper bound of the Lipschitz constant on the ball, or None where there is none."""
+def _log_constants(attention: AttentionMap, R: float, n: int | None, p: float) -> tuple[float | None, float | None]:
+    """Logarithm of the least upper bound of the Lipschitz constant on the ball, ours and published; None where there is none."""
     if R > LARGEST_RADIUS:
-        return math.inf
+        return math.inf, math.inf
     inner, scale, _ = attention.drift
-    bounds = table(inner, radius=max(R, 1e-150), n=n, p=p)
-    logs = [b.log_value for b in bounds if b.kind == "upper" and THEOREMS[b.theorem].published != ours]
-    if not logs:
-        return None
-    return min(logs) + (math.log(abs(scale)) if scale else -math.inf)
+    bounds = [b for b in table(inner, radius=max(R, 1e-150), n=n, p=p) if b.kind == "upper"]
+    factor = math.log(abs(scale)) if scale else -math.inf
+    ours = [b.log_value for b in bounds if not THEOREMS[b.theorem].published]
+    published = [b.log_value for b in bounds if THEOREMS[b.theorem].published]
+    return min(ours) + factor if ours else None, min(published) + factor if published else None
 
 
 def _equal_atoms(mu: Any, nu: Any) -> int | None:

@@ -174,13 +174,13 @@ class Bound(Result):
             )
 
     def _proves(self, rigorous: bool) -> bool:
+        if math.isnan(self.value) or self.quantity != THEOREMS[self.theorem].quantity:
+            return False  # whatever the theorem says, and that may take long
         new = prove(self.theorem, self.attention, self.domain, self.n, self.p, exact=rigorous)
         return self._at_least(new, 0.0 if rigorous else ROUNDING)
 
     def _at_least(self, new: Bound, slack: float) -> bool:
         """Whether the value, or its logarithm beyond the largest float, is at least the new one."""
-        if math.isnan(self.value) or new.quantity != self.quantity:
-            return False
         if self.value == math.inf:
             return self.log_value >= new.log_value - slack
         return bool(new.value <= self.value * (1.0 + slack))

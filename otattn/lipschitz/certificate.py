@@ -173,8 +173,9 @@ class Certificate(Bound):
         return self.relaxation in _EXACT
 
     def _proves(self, rigorous: bool) -> bool:
-        proved = self.proved_value(rigorous=rigorous)
-        return bool(self.kind == "upper" and np.isfinite(self.value) and proved <= self.value)
+        if self.kind != "upper" or not np.isfinite(self.value):
+            return False
+        return bool(self.proved_value(rigorous=rigorous) <= self.value)
 
     def rigorous_value(self) -> float:
         """The value that ball and interval arithmetic proves for the statement and the multipliers (extra ``proof``)."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import pytest
 
 from otattn import bounds
 from otattn.attention import (
@@ -32,8 +35,9 @@ from otattn.attention import (
     SoftmaxAttention,
     TransformerBlock,
 )
-from otattn.lipschitz import certify, relaxations
+from otattn.lipschitz import bound, certify, relaxations
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.certificate import Certificate
 from otattn.lipschitz.upper.multi_head import head_with_values
 from otattn.measures import Ball, Box, Ellipsoid, LayerNormDomain, PointSet
 
@@ -247,3 +251,51 @@ def float_only() -> dict[str, Maker]:
         "second_order": lambda: certify(BIASED, tokens, radius=0.02, kind="constant"),
         "second_order/pairs": lambda: certify(BIASED, tokens, radius=0.02),
     }
+
+
+@contextmanager
+def evaluated_once() -> Iterator[None]:
+    """What a statement proves is evaluated once in each arithmetic, however many values are claimed for it.
+
+    Evaluations depend on the statement and the multipliers alone; they, and no value, are the key.
+    """
+    known: dict[tuple[object, ...], tuple[Any, Exception | None, object]] = {}
+
+    def once(key: tuple[object, ...], call: Callable[[], Any], parts: object) -> Any:
+        if key not in known:
+            try:
+                known[key] = call(), None, parts
+            except Exception as error:
+                known[key] = None, error, parts
+        found, error, _ = known[key]  # the parts are kept, so that no other object gets their identity
+        if error is not None:
+            raise error
+        return found
+
+    prove, proved_value = bound.prove, Certificate.proved_value
+
+    def prove_once(theorem: str, *statement: Any, exact: bool = False) -> Bound:
+        attention, domain, n, p = statement
+        key = (theorem, id(attention), id(domain), repr(n), repr(p), exact)
+        return once(key, lambda: prove(theorem, *statement, exact=exact), statement)
+
+    def proved_once(self: Certificate, *, rigorous: bool = False) -> float:
+        multipliers = [
+            (k, v.dtype.str, v.shape, v.tobytes()) for k, x in self.multipliers.items() for v in (np.asarray(x),)
+        ]
+        options = [(k, id(v)) for k, v in self.options.items()]
+        where = (
+            self.relaxation,
+            self.quantity,
+            id(self.attention),
+            id(self.domain),
+            repr(self.n),
+            repr(self.p),
+            rigorous,
+        )
+        return once((*where, *multipliers, *options), lambda: proved_value(self, rigorous=rigorous), self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bound, "prove", prove_once)
+        patch.setattr(Certificate, "proved_value", proved_once)
+        yield

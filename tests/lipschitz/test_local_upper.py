@@ -61,7 +61,7 @@ def check(attention, points, weights=None):
     return float(local.upper / exact - 1) if exact > 0 else 0.0
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_proved_bounds_hold_and_are_tight(kind, n):
     rng = np.random.default_rng([n, KINDS.index(kind)])

@@ -13,8 +13,14 @@ NAMES = ["network-bert", "network-gpt2", "network-llama", "block-post", "block-m
 DOMAINS = [oa.Ball(2.0, D), oa.LayerNormDomain(np.ones(D)), oa.Box(-np.ones(D), np.ones(D))]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("domain", DOMAINS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    ("name", "domain"),
+    [
+        pytest.param(name, domain, id=f"{type(domain).__name__}-{name}", marks=() if i % 3 == k else pytest.mark.slow)
+        for i, name in enumerate(NAMES)
+        for k, domain in enumerate(DOMAINS)
+    ],
+)
 def test_the_slope_is_that_of_the_constant(name, domain):
     rng = np.random.default_rng(5)
     attention = MAPS[name](rng)
@@ -40,7 +46,10 @@ def test_the_slope_is_that_of_the_constant(name, domain):
     assert checked >= 2
 
 
-@pytest.mark.parametrize("name", [pytest.param("network-bert", marks=pytest.mark.slow), "network-llama"])
+@pytest.mark.parametrize(
+    "name",
+    ["block-masked-pre", *(pytest.param(f"network-{name}", marks=pytest.mark.slow) for name in ("bert", "llama"))],
+)
 def test_the_ascent_beats_random_tokens(name):
     rng = np.random.default_rng(0)
     attention = MAPS[name](rng)

@@ -14,7 +14,7 @@ from scipy.optimize import minimize, minimize_scalar
 
 pytest.importorskip("flint", reason="python-flint is needed for rigorous proofs")
 
-from proven_bounds import closed_forms, float_only, relaxed, searched
+from proven_bounds import closed_forms, evaluated_once, float_only, relaxed, searched
 
 from otattn import bounds
 from otattn.attention import L2Attention, LinearAttention, MaskedAttention, MultiHeadAttention, SoftmaxAttention
@@ -27,7 +27,7 @@ from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 FORMS, RELAXED, SEARCHED = closed_forms(), relaxed(), searched()
 FIRST = {name.split("-")[0]: name for name in reversed(FORMS)}
 PROVED = {t.key for t in THEOREMS.values() if t.closed and t.kind == "upper"}
-QUICK = {name for i, name in enumerate(FORMS) if i % 6 == 0} | set(FIRST.values())
+QUICK = {name for i, name in enumerate(FORMS) if i % 12 == 0 and not name.endswith("-200")} | set(FIRST.values())
 QUICK |= {name for name in RELAXED if "ball" in name or name.endswith(("box", "plane", "simplex")) or "multi" in name}
 BRIEF = ("two_tokens-plain-Ball", "mean_field-plain-Ball-inf")
 CASES = [
@@ -57,13 +57,14 @@ def test_quick_cases_hold_every_closed_form_with_an_exact_evaluation() -> None:
 @pytest.mark.parametrize(("name", "make"), CASES)
 def test_the_value_is_proved_and_a_smaller_one_is_not(name: str, make: object) -> None:
     bound = make()
-    proved = bound.rigorous_value()
-    assert proved <= bound.value <= proved * (1 + 1e-9)
-    assert bound.verify()
-    assert bound.verify(rigorous=True)
-    small = replace(bound, value=bound.value * (1 - 1e-6))
-    assert not small.verify()
-    assert not small.verify(rigorous=True)
+    with evaluated_once():
+        proved = bound.rigorous_value()
+        assert proved <= bound.value <= proved * (1 + 1e-9)
+        assert bound.verify()
+        assert bound.verify(rigorous=True)
+        small = replace(bound, value=bound.value * (1 - 1e-6))
+        assert not small.verify()
+        assert not small.verify(rigorous=True)
 
 
 @pytest.mark.parametrize("name", float_only())

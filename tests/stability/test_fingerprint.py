@@ -403,41 +403,57 @@ def test_functions_that_call_each_other_come_to_an_end() -> None:
 
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[1])
-from mine import helper, settings
 from otattn.stability.fingerprint import fingerprint
 
-def draw(rng):
-    from mine.settings import LEVELS
-    import mine.helper
-    return helper.scaled(rng) if "x" in {"x", "y", "zz", "w"} else LEVELS
+def known(folder):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        del sys.modules[name]
+    sys.path[0] = folder
+    from mine import helper, settings
 
-print(fingerprint(draw, {"a", "b", "c", ("d", 1)}, frozenset("hello"), helper, {draw, helper.scaled}))
+    def draw(rng):
+        from mine.settings import LEVELS
+        import mine.helper
+        return helper.scaled(rng) if "x" in {"x", "y", "zz", "w"} else LEVELS
+
+    return fingerprint(draw, {"a", "b", "c", ("d", 1)}, frozenset("hello"), helper, {draw, helper.scaled})
+
+for folder in sys.argv[1:]:
+    print(known(folder))
 """
 
 
-def run_script(folder: Path, seed: int) -> str:
+def run_script(seed: int, *folders: Path) -> list[str]:
     env = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env).stdout
+    command = [sys.executable, "-c", SCRIPT, *map(str, folders)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env).stdout.split()
+
+
+def package(folder: Path, settings: str, helper: str) -> Path:
+    (folder / "mine").mkdir(parents=True)
+    (folder / "mine" / "__init__.py").write_text("")
+    (folder / "mine" / "settings.py").write_text(settings)
+    (folder / "mine" / "helper.py").write_text(helper)
+    return folder
 
 
 def test_other_processes_agree_and_see_edits(tmp_path: Path) -> None:
-    package = tmp_path / "mine"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "settings.py").write_text("LEVELS = {'one', 'two', 'three'}\n")
-    (package / "helper.py").write_text("from . import settings\ndef scaled(rng): return settings.LEVELS, rng\n")
-    known = run_script(tmp_path, 1)
-    (package / "helper.py").write_text(
-        "\n# moved\nfrom . import settings\n\n\ndef scaled(rng): return settings.LEVELS, rng\n"
+    settings, other = "LEVELS = {'one', 'two', 'three'}\n", "LEVELS = {'one', 'two', 'four'}\n"
+    helper = "from . import settings\ndef scaled(rng): return settings.LEVELS, rng\n"
+    moved = "\n# moved\nfrom . import settings\n\n\ndef scaled(rng): return settings.LEVELS, rng\n"
+    negated = "from . import settings\ndef scaled(rng): return settings.LEVELS, -rng\n"
+    first = package(tmp_path / "first", settings, helper)
+    (known,) = run_script(1, first)
+    found = run_script(
+        2,  # sets in another order
+        first,
+        package(tmp_path / "moved", settings, moved),
+        package(tmp_path / "other", other, helper),
+        package(tmp_path / "negated", settings, negated),
     )
-    assert run_script(tmp_path, 2) == known  # sets in another order
-    (package / "settings.py").write_text("LEVELS = {'one', 'two', 'four'}\n")
-    assert run_script(tmp_path, 1) != known
-    (package / "settings.py").write_text("LEVELS = {'one', 'two', 'three'}\n")
-    (package / "helper.py").write_text("from . import settings\ndef scaled(rng): return settings.LEVELS, -rng\n")
-    assert run_script(tmp_path, 1) != known
+    assert found[:2] == [known, known]
+    assert known not in found[2:]
+    assert len(set(found)) == 3
 
 
 def hidden(rng: Rng) -> Any:

@@ -129,7 +129,7 @@ def test_targets(A, target):
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("a", [1.0, 6.0])
+@pytest.mark.parametrize("a", [pytest.param(1.0, marks=pytest.mark.slow), 6.0])
 def test_never_violated_by_measures(name, a):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
