@@ -189,8 +189,9 @@ def _bounds(options: Namespace) -> None:
     reduced = MaskedAttention(inner) if isinstance(head, MaskedAttention) and inner is not head else inner
     choices: dict[str, Any] = {"rng": options.seed, "effort": options.effort, "progress": _progress(options)}
     # a map that no theorem of any measure covers has its rows for n tokens all the same
-    rows = theorems(reduced, radius=radius).rows()
-    covered = any(row["applies"] and row["kind"] == "upper" and row["quantity"] == "lipschitz" for row in rows)
+    catalogue = theorems(reduced, radius=radius)
+    pairs = zip(catalogue.records, catalogue.reasons or (), strict=True)
+    covered = any(why is None and t.kind == "upper" and t.quantity == "lipschitz" for t, why in pairs)
     table = enclosure_table(reduced, radius=radius, n_values=[*options.n, *([None] if covered else [])], **choices)
     data: dict[str, Any] = {**table.to_dict(), "head": layer.first_head, "radius": radius}
     lines = [f"head {layer.first_head}, R = {radius:.4g}, W_2", *str(table).splitlines()]
