@@ -40,13 +40,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Commands, name: str, text: str, *, files: str = "", of_model: bool = False
+    commands: Commands, name: str, text: str, *, files: str = "", of_layer: bool = True
 ) -> argparse.ArgumentParser:
     """A command with what nearly all take; ``files`` are written beside its numbers."""
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(name=name)
-    if not of_model:
-        sub.add_argument("--tokens", metavar="FILE.npy", help="tokens (n, d) or windows (w, n, d)")
+    _of_model(sub, required=name == "depth")
+    if of_layer:
+        sub.add_argument(
+            "--tokens",
+            metavar="FILE.npy",
+            help="tokens (n, d) or windows (w, n, d); of a model: token indices (n,) or (w, n), in place of a text",
+        )
         sub.add_argument(
             "--weights",
             metavar="FILE.npz",
@@ -58,6 +63,22 @@ def _command(
     sub.add_argument("--json", action="store_true", help="print the content as JSON")
     sub.add_argument("--out", required=name == "report", metavar="DIR", help=f"directory for {name}.json{files}")
     return sub
+
+
+def _of_model(sub: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """The model of a command, and the part of it that is asked for."""
+    sub.add_argument(
+        "--model",
+        required=required,
+        metavar="PATH_OR_PACKAGE",
+        help="a checkpoint (.safetensors, .gguf, .onnx, .npz), the folder of one, or an installed package that holds one",
+    )
+    sub.add_argument("--layer", type=int, default=None, metavar="K", help="layer of the model, from 0 (default 0)")
+    sub.add_argument("--head", type=int, default=None, metavar="H", help="only this head of the layer, from 0")
+    sub.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text that the model reads from its start (the bundled passage by default)"
+    )
+    sub.add_argument("--heads", type=_positive, default=None, help="number of heads where no configuration tells it")
 
 
 def _report(commands: Commands) -> None:
@@ -85,7 +106,6 @@ def _local(commands: Commands) -> None:
 def _bounds(commands: Commands) -> None:
     text = "Published and own bounds against n, with witnessed lower bounds and the ratio."
     bounds = _command(commands, "bounds", text, files=" and bounds.png")
-    bounds.add_argument("--head", type=int, default=0, help="head of the layer (default 0)")
     bounds.add_argument("--radius", type=float, default=None, help="token radius R (default: largest token norm)")
     bounds.add_argument("--n", type=_positive, nargs="+", default=[8, 64, 512], help="numbers of tokens")
     bounds.add_argument("--effort", choices=("fast", "deep"), default="fast", help="deep allows branch and bound")
@@ -93,26 +113,19 @@ def _bounds(commands: Commands) -> None:
 
 def _depth(commands: Commands) -> None:
     text = "Norms of the first 1, 2, ... layers of a model at real tokens, against products of the layers' own norms."
-    depth = _command(commands, "depth", text, files=" and depth.png", of_model=True)
-    depth.add_argument("--model", required=True, metavar="PATH", help="a checkpoint or the folder of one")
-    depth.add_argument(
-        "--text", metavar="FILE", help="UTF-8 text whose first tokens are read (the bundled passage by default)"
-    )
+    depth = _command(commands, "depth", text, files=" and depth.png", of_layer=False)
     depth.add_argument("--tokens", metavar="FILE.npy", help="token indices (n,) or (w, n), in place of a text")
     depth.add_argument("--other", metavar="FILE", help="a second text: distances of the two, layer by layer")
     depth.add_argument("--n", type=_positive, default=32, help="number of tokens (default 32)")
     depth.add_argument("--layers", type=_positive, default=None, help="only the first so many layers")
     depth.add_argument("--composed", action="store_true", help="leave out partial products that start later")
     depth.add_argument("--splitting", action="store_true", help="also the splitting part")
-    depth.add_argument("--heads", type=_positive, default=None, help="number of heads where no configuration tells it")
 
 
 def _models(commands: Commands) -> None:
     text = "What a checkpoint holds: its family, its tensors, what is missing, and whether it can be opened."
-    models = commands.add_parser("models", help=text, description=text)
-    models.set_defaults(name="models", out=None)
-    models.add_argument("path", metavar="PATH", help="a checkpoint or the folder of one")
-    models.add_argument("--json", action="store_true", help="print JSON")
+    models = _command(commands, "models", text, of_layer=False)
+    models.add_argument("path", metavar="PATH", nargs="?", help="the same as --model PATH")
 
 
 def _flow(commands: Commands) -> None:

@@ -18,7 +18,8 @@ from threadpoolctl import threadpool_limits
 
 from otattn import _validate as check
 from otattn._arguments import parser
-from otattn.attention import MaskedAttention
+from otattn._progress import watched
+from otattn.attention import MaskedAttention, SoftmaxAttention
 from otattn.data import SampleLayer, load_layer, load_sample
 from otattn.errors import CertificateError, OtattnError
 from otattn.report.output import draw, prepare_folder, say, short_warnings, to_json, write_text
@@ -60,8 +61,22 @@ def _fail(exc: BaseException, code: int) -> int:
     return code
 
 
+def _progress(options: Namespace) -> bool:
+    """Whether bars are shown: on a terminal, unless they are not wanted."""
+    return not options.quiet and sys.stderr.isatty()
+
+
 def _layer(options: Namespace, *, instead: str | None = None) -> SampleLayer:
-    """The layer asked for; ``instead`` is an option in whose absence only its tokens are needed."""
+    """The layer asked for, or one head of it."""
+    from otattn.report.opened import model_layer, no_model
+
+    no_model(options)
+    layer = _of_arrays(options, instead=instead) if options.model is None else model_layer(options)
+    return layer if options.head is None else layer.of_head(options.head)
+
+
+def _of_arrays(options: Namespace, *, instead: str | None) -> SampleLayer:
+    """The layer of ``--weights``, else the bundled one; ``instead`` is an option in whose absence only its tokens are needed."""
     spared = instead is not None and getattr(options, instead) is not None
     if options.weights is None:
         if options.tokens is not None:
@@ -78,7 +93,7 @@ def _report(options: Namespace) -> None:
 
     layer = _layer(options)
     data = build_report(
-        layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=not options.quiet
+        layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=_progress(options)
     )
     if options.json:
         say(to_json(data))
@@ -99,8 +114,6 @@ def _emit(options: Namespace, data: dict[str, Any], lines: list[str], picture: C
 
 
 def _stability(options: Namespace) -> None:
-    from tqdm.auto import tqdm
-
     from otattn.report import LayerPairs
 
     layer = _layer(options)
@@ -108,11 +121,16 @@ def _stability(options: Namespace) -> None:
     lines = [f"{'head':>4} {'certified':>10} {'largest':>10} {'median':>10}"]
     records = []
     children = np.random.SeedSequence(options.seed).spawn(len(layer.heads))
-    for h, head in enumerate(tqdm(layer.heads, desc="heads", disable=options.quiet, leave=False)):
-        attention = MaskedAttention(head) if options.masked else head
+    for h, head in watched(
+        list(enumerate(layer.heads)), "heads", progress=_progress(options), note=lambda pair: f"{pair[0]}"
+    ):
+        attention = MaskedAttention(head) if options.masked and not head.causal else head
         _, record = sampler.study(attention, n_pairs=options.pairs, p=options.p, seed=children[h])
-        records.append({"head": h, **record})
-        lines.append(f"{h:>4} " + " ".join(f"{record[k]:>10.4g}" for k in ("certified_lower", "largest", "median")))
+        records.append({"head": layer.first_head + h, **record})
+        lines.append(
+            f"{layer.first_head + h:>4} "
+            + " ".join(f"{record[k]:>10.4g}" for k in ("certified_lower", "largest", "median"))
+        )
     p: float | str = "inf" if options.p == float("inf") else options.p
     data = {"p": p, "n": sampler.n, "pairs": options.pairs, "masked": options.masked, "heads": records}
     _emit(options, data, lines)
@@ -123,59 +141,70 @@ def _local(options: Namespace) -> None:
 
     layer = _layer(options)
     sizes = options.n or sizes_within(layer.hidden_states.shape[1])
-    growth = local_growth(layer.heads, layer.hidden_states, n_values=sizes, progress=not options.quiet)
+    growth = local_growth(layer.heads, layer.hidden_states, n_values=sizes, progress=_progress(options))
     heading = f"{'head':>4} " + " ".join(f"n={n:<9d}" for n in sizes)
     lines = [heading + (" exponent" if len(sizes) > 1 else "")]
     for h in range(len(layer.heads)):
-        row = f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in growth.values[h].mean(axis=0))
+        row = f"{layer.first_head + h:>4} " + " ".join(f"{v:<11.5g}" for v in growth.values[h].mean(axis=0))
         if len(sizes) > 1:
             fit = growth.exponent(h)
             row += f" {fit.exponent:.3f} ± {fit.standard_error:.3f}"
         lines.append(row)
     data: dict[str, Any] = growth.to_dict()
     picture = None
+    numbers = list(range(layer.first_head, layer.first_head + len(layer.heads)))
     if options.adversarial:
         from otattn.lipschitz.comparison import real_against_adversarial
 
         result = real_against_adversarial(
-            layer.heads, layer.hidden_states, growth=growth, rng=options.seed, progress=not options.quiet
+            layer.softmax_heads("--adversarial"),
+            layer.hidden_states,
+            growth=growth,
+            rng=options.seed,
+            progress=_progress(options),
         )
         data = result.to_dict()
         lines += ["", f"adversarial tokens of norm at most {result.radius:.4g}", heading]
-        lines += [f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in row) for h, row in enumerate(result.adversarial)]
+        rows = zip(numbers, result.adversarial, strict=True)
+        lines += [f"{h:>4} " + " ".join(f"{v:<11.5g}" for v in row) for h, row in rows]
         if len(sizes) > 1:
             from otattn.plotting import plot_real_against_adversarial
 
             picture = partial(plot_real_against_adversarial, result)
-    _emit(options, data, lines, picture)
+    _emit(options, {**data, "head_numbers": numbers}, lines, picture)
 
 
 def _bounds(options: Namespace) -> None:
     from otattn.lipschitz import bounds
+    from otattn.lipschitz.catalogue import theorems
     from otattn.lipschitz.comparison import reduced_head
     from otattn.lipschitz.enclosure import enclosure_table
     from otattn.plotting import plot_enclosure
 
     layer = _layer(options, instead="radius")
-    if not 0 <= options.head < len(layer.heads):
-        raise ValueError(f"--head must be below {len(layer.heads)}, received {options.head}.")
-    head = layer.heads[options.head]
+    head = layer.heads[0]
     if options.radius is not None:
         radius = check.positive(options.radius, "--radius")
     else:
         radius = float(np.linalg.norm(layer.hidden_states, axis=2).max())
-    reduced = reduced_head(head)[0]
-    table = enclosure_table(
-        reduced, radius=radius, n_values=[*options.n, None], rng=options.seed, effort=options.effort
-    )
-    crossing = bounds.crossover(reduced, radius).log10
-    data = {**table.to_dict(), "head": options.head, "radius": radius, "log10_crossover_n": crossing}
-    lines = [
-        f"head {options.head}, R = {radius:.4g}, W_2",
-        *str(table).splitlines(),
-        f"mean-field bound the smaller one from n = 10^{crossing['ours']:.1f} "
-        f"(published pair: 10^{crossing['published']:.1f})",
-    ]
+    inner: Any = reduced_head(head.unmasked)[0] if isinstance(head.unmasked, SoftmaxAttention) else head
+    reduced = MaskedAttention(inner) if isinstance(head, MaskedAttention) and inner is not head else inner
+    choices: dict[str, Any] = {"rng": options.seed, "effort": options.effort, "progress": _progress(options)}
+    # a map that no theorem of any measure covers has its rows for n tokens all the same
+    catalogue = theorems(reduced, radius=radius)
+    pairs = zip(catalogue.records, catalogue.reasons or (), strict=True)
+    covered = any(why is None and t.kind == "upper" and t.quantity == "lipschitz" for t, why in pairs)
+    table = enclosure_table(reduced, radius=radius, n_values=[*options.n, *([None] if covered else [])], **choices)
+    data: dict[str, Any] = {**table.to_dict(), "head": layer.first_head, "radius": radius}
+    lines = [f"head {layer.first_head}, R = {radius:.4g}, W_2", *str(table).splitlines()]
+    if not covered:
+        lines.append(f"any measure: no theorem covers {head.kind}")
+    if isinstance(reduced, SoftmaxAttention):
+        crossing = data["log10_crossover_n"] = bounds.crossover(reduced, radius).log10
+        lines.append(
+            f"mean-field bound the smaller one from n = 10^{crossing['ours']:.1f} "
+            f"(published pair: 10^{crossing['published']:.1f})"
+        )
     _emit(options, data, lines, partial(plot_enclosure, table))
 
 
@@ -183,15 +212,22 @@ def _depth(options: Namespace) -> None:
     from otattn.plotting import plot_depth
     from otattn.report.depth import profile_of
 
-    profile = profile_of(options)
+    profile = profile_of(options, progress=_progress(options))
     heading = f"n = {profile.mu.n}; norms within {profile.tol:g} of their value, {profile.products} products"
     _emit(options, profile.to_dict(), [*str(profile).splitlines(), heading], partial(plot_depth, profile))
 
 
 def _models(options: Namespace) -> None:
     from otattn.report.contents import contents_of, contents_text
+    from otattn.report.opened import refuse
 
-    data = contents_of(pathlib.Path(options.path))
+    refuse(options, "layer", "head", "text", "heads", because="must be left out: models lists a whole checkpoint")
+    named = [path for path in (options.model, options.path) if path is not None]
+    if len(named) != 1:
+        raise ValueError(
+            f"models needs one PATH (or --model PATH), received {' and '.join(named) or 'none'}; give one."
+        )
+    data = contents_of(named[0])
     _emit(options, data, contents_text(data))
 
 
@@ -202,7 +238,10 @@ def _flow(options: Namespace) -> None:
     layer = _layer(options)
     size = check.positive(options.size, "--size")
     end = check.positive(options.t_end, "--t-end")
-    drift = perturbed_flows(layer.attention, layer.tokens(0)[: options.n], t_end=end, size=size, seed=options.seed)
+    tokens = layer.tokens(0)[: options.n]
+    drift = perturbed_flows(
+        layer.attention, tokens, t_end=end, size=size, seed=options.seed, progress=_progress(options)
+    )
     rows, runs = token_flow_rows(drift), gaussian_rows(dim=3, seed=options.seed)
     names = list(rows[0])
     lines = ["the layer's flow of its tokens, and of displaced ones: W_2(mu_t, nu_t) / W_2(mu_0, nu_0)"]
@@ -221,8 +260,10 @@ def _flow(options: Namespace) -> None:
 def _gradient_flow(options: Namespace) -> None:
     from otattn.gradient_flow import check_gradient_flow, structure_table
     from otattn.plotting import plot_structure_table
+    from otattn.report.opened import no_model
 
-    variants = structure_table(dim=options.dim, n=options.n, rng=options.seed)
+    no_model(options)
+    variants = structure_table(dim=options.dim, n=options.n, rng=options.seed, progress=_progress(options))
     data: dict[str, Any] = variants.to_dict()
     names = ("field", "wasserstein", "twisted", "bures", "dissipation")
     lines = [f"{'variant':<15} {'parameters':<26}" + "".join(f"{name:>12}" for name in names) + "  verdict"]
@@ -230,7 +271,7 @@ def _gradient_flow(options: Namespace) -> None:
         cells = [row.report.defects[name] for name in names]
         shown = "".join(f"{'-' if c is None else f'{c:.1e}':>12}" for c in cells)
         lines.append(f"{row.variant:<15} {row.values:<26}{shown}  {row.report.verdict}")
-    if options.weights is not None:
+    if options.weights is not None or options.model is not None:
         layer = _layer(options)
         found = check_gradient_flow(layer.attention, layer.tokens(0)[: options.n], rng=options.seed)
         data["layer"] = found.to_dict()

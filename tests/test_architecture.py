@@ -17,6 +17,7 @@ FLOORS = {
     "_validate": 0,
     "_linalg": 0,
     "_files": 0,
+    "_progress": 0,
     "_arguments": 0,
     "_tabular": 1,
     "_derivatives": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._files.npz import names_npz, outline_npy, outline_npz, read_npy, read_npz
-from otattn.attention import MultiHeadAttention, SoftmaxAttention
+from otattn.attention import AttentionMap, MaskedAttention, MultiHeadAttention, SoftmaxAttention
 
 __all__ = ["SampleLayer", "load_layer"]
 
@@ -39,24 +39,27 @@ class SampleLayer:
     ----------
     hidden_states : (windows, length, d)
         Tokens as they enter the layer, float64; no windows (``(0, 0, d)``) when the file had none.
-    heads : tuple of SoftmaxAttention
-        Each maps R^d to its own values R^e, biases included.
+    heads : tuple of AttentionMap
+        Each maps R^d to its own values R^e, biases included: SoftmaxAttention, but for layers of a model of another kind.
     outputs : tuple of (D, e)
         The output matrix of each head.
-    attention : MultiHeadAttention
-        ``sum_h W_h Gamma^(h)`` plus the output bias.
+    attention : AttentionMap
+        ``sum_h W_h Gamma^(h)`` plus the output bias, masked where the heads are.
     token_ids : (windows, length) int64, or None
         Indices of the tokens in the model's vocabulary.
     origin : str
         Where the layer and the tokens come from.
+    first_head : int
+        Number of the first of ``heads`` in the layer that they are of.
     """
 
     hidden_states: Array
-    heads: tuple[SoftmaxAttention, ...]
+    heads: tuple[AttentionMap, ...]
     outputs: tuple[Array, ...]
-    attention: MultiHeadAttention
+    attention: AttentionMap
     token_ids: NDArray[np.int64] | None
     origin: str
+    first_head: int = 0
 
     @property
     def dim(self) -> int:
@@ -76,6 +79,34 @@ class SampleLayer:
                 "choose smaller ones."
             )
         return self.hidden_states[w, :size]
+
+    def softmax_heads(self, what: str) -> tuple[SoftmaxAttention, ...]:
+        """The heads, which must be plain softmax attention for ``what`` is asked for.
+
+        Raises
+        ------
+        ValueError
+            Heads are masked, rotary or of composed logits.
+        """
+        plain = tuple(head for head in self.heads if isinstance(head, SoftmaxAttention))
+        if len(plain) < len(self.heads):
+            kind = next(head for head in self.heads if not isinstance(head, SoftmaxAttention)).kind
+            raise ValueError(
+                f"{what} must be asked of heads of plain softmax attention, received {kind} in {self.origin}; measure such heads "
+                "with local_lipschitz and stability_study, and bound them with enclose_lipschitz."
+            )
+        return plain
+
+    def of_head(self, head: int) -> SampleLayer:
+        """The same layer with one head only: its values through its output matrix, without output bias."""
+        if isinstance(head, bool) or not 0 <= head < len(self.heads):
+            raise ValueError(f"head must be from 0 to {len(self.heads) - 1}, received {head}.")
+        own = self.heads[head]
+        inner, outputs = own.unmasked, (self.outputs[head],)
+        whole: AttentionMap = MultiHeadAttention([inner], outputs)
+        if inner is not own:
+            whole = MaskedAttention(whole)
+        return replace(self, heads=(own,), outputs=outputs, attention=whole, first_head=head)
 
     def __repr__(self) -> str:
         windows, length, d = self.hidden_states.shape

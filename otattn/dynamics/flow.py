@@ -12,6 +12,7 @@ from scipy.integrate import solve_ivp
 
 from otattn import _validate as check
 from otattn._linalg import Array
+from otattn._progress import LOG, reaching
 from otattn.dynamics.trajectory import FlowStatus, Trajectory
 from otattn.dynamics.velocity import Field, Normalization, Velocity, layer_at, linear_growth
 from otattn.errors import ConvergenceError
@@ -40,6 +41,7 @@ class _Guard:
         self.shape = velocity.measure.points.shape
         self.reason, self.overflow = "", False
         self.count = 0
+        self.reached: Callable[[float], None] = lambda t: None
 
     def __call__(self, t: float, y: Array) -> Array:
         self.count += 1
@@ -48,6 +50,7 @@ class _Guard:
             return np.full(y.shape, np.nan)
         if not np.isfinite(y).all():
             return np.full(y.shape, np.nan)
+        self.reached(t)
         try:
             v = self.velocity(self.velocity.start + t, y.reshape(self.shape)).ravel()
         except (OverflowError, ConvergenceError, ValueError) as exc:
@@ -76,6 +79,7 @@ def flow(
     events: Event | Sequence[Event] | None = None,
     dense: bool = True,
     max_evaluations: int = 50_000,
+    progress: bool = False,
 ) -> Trajectory:
     r"""Tokens that follow the attention of their own measure.
 
@@ -113,6 +117,8 @@ def flow(
         Keep the interpolation between steps, so that ``trajectory(t)`` works (7 copies of the tokens a step).
     max_evaluations : int
         Evaluations of the velocity after which the flow ends with status "failed", keeping what was computed.
+    progress : bool
+        Show a bar on the error stream.
 
     Returns
     -------
@@ -178,7 +184,7 @@ def flow(
     speed = float(np.abs(v0).max()) / scale
     if speed * duration > STEEP:  # the solver's own guess squares such velocities
         first = {"first_step": min(duration, 1e-2 / speed)}
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), reaching("flow", duration, progress=progress) as guard.reached:
         solution = solve_ivp(
             guard,
             (0.0, duration),
@@ -192,6 +198,7 @@ def flow(
             **first,
         )
         status, blow_up, message = _outcome(solution, guard, watch, scale, start, duration, y0)
+    LOG.info("flow: %s at t = %.6g after %d evaluations", status, start + float(solution.sol.ts[-1]), guard.count)
     flat, count = np.transpose(solution.y), len(solution.t)
     if count == 0 and wanted is not None and wanted[0] == start:
         flat, count = y0[None], 1  # without a single step scipy does not report the initial state

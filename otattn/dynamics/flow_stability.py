@@ -129,6 +129,7 @@ def flow_stability(
     rtol: float = 1e-9,
     atol: float = 1e-12,
     bounds: bool = True,
+    progress: bool = False,
 ) -> FlowStability:
     """Distance of two flows in time, with Gronwall bounds from published and from our constants.
 
@@ -147,6 +148,8 @@ def flow_stability(
         Tolerances of the flows.
     bounds : bool
         Also the Gronwall bounds: hundreds of theorems evaluated, seconds for small maps, minutes for a layer of many heads.
+    progress : bool
+        Show a bar for each of the two flows on the error stream.
 
     Returns
     -------
@@ -185,7 +188,8 @@ def flow_stability(
     if gaussian:
         flows = tuple(gaussian_flow(attention, g, t_span=span, t_eval=times) for g in pair)
     else:
-        flows = tuple(flow(attention, m, t_span=span, t_eval=times, rtol=rtol, atol=atol, dense=False) for m in pair)
+        options: dict[str, Any] = {"t_eval": times, "rtol": rtol, "atol": atol, "dense": False, "progress": progress}
+        flows = tuple(flow(attention, m, t_span=span, **options) for m in pair)
     ended = min(flows, key=lambda f: len(f.times))
     times = times[: len(ended.times)]
     distances = np.array([distance_of(flows[0].measure(k), flows[1].measure(k), order) for k in range(len(times))])

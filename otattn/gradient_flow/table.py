@@ -10,6 +10,7 @@ import numpy as np
 
 from otattn import _validate as check
 from otattn._linalg import Array
+from otattn._progress import watched
 from otattn._tabular import Result
 from otattn.attention import (
     AttentionMap,
@@ -118,7 +119,9 @@ class StructureTable(Result):
         return f"StructureTable({len(self.entries)} rows, dim={self.dim}, n={self.n}, seed={self.seed})"
 
 
-def structure_table(*, dim: int = 3, n: int = 8, rng: np.random.Generator | int, scale: float = 1.0) -> StructureTable:
+def structure_table(
+    *, dim: int = 3, n: int = 8, rng: np.random.Generator | int, scale: float = 1.0, progress: bool = False
+) -> StructureTable:
     """Check every variant with symmetric A and ``V = A, -A, I``, with ``V = A^T`` for an A that is not
     symmetric, and L2 attention with tied queries and keys, on random tokens.
 
@@ -129,6 +132,8 @@ def structure_table(*, dim: int = 3, n: int = 8, rng: np.random.Generator | int,
     rng : Generator or int
     scale : float
         Size of A, whose entries are of the order ``scale / sqrt(dim)``.
+    progress : bool
+        Show a bar on the error stream.
 
     Returns
     -------
@@ -167,5 +172,6 @@ def structure_table(*, dim: int = 3, n: int = 8, rng: np.random.Generator | int,
         ("L2, Q = K", "V = Q^T K", L2Attention(K, K, K.T @ K)),
         ("L2, Q = K", "V = I", L2Attention(K, K, np.eye(dim))),
     ]
-    rows = (StructureRow(v, p, check_gradient_flow(attention, X, rng=seed)) for v, p, attention in maps)
+    cases = watched(maps, "variants", progress=progress, note=lambda case: f"{case[0]}, {case[1]}", unit="variant")
+    rows = (StructureRow(v, p, check_gradient_flow(attention, X, rng=seed)) for v, p, attention in cases)
     return StructureTable(tuple(rows), dim, n, seed)

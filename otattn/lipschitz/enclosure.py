@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from otattn._progress import watched
 from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap, SoftmaxAttention
 from otattn.lipschitz.bound import Bound, Enclosure
@@ -28,6 +29,7 @@ def enclose_lipschitz(
     p: float = 2,
     rng: np.random.Generator | int = 0,
     effort: Effort = "fast",
+    progress: bool = False,
 ) -> Enclosure:
     """A witnessed lower and a proven upper bound of the W_p Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu``.
 
@@ -38,6 +40,8 @@ def enclose_lipschitz(
         As for :func:`otattn.lipschitz_upper_bound`; the lower bound offers the orders 1, 2 and inf.
     rng : Generator or int
         Starts of the search for the witness.
+    progress : bool
+        Show a bar on the error stream.
 
     Returns
     -------
@@ -50,8 +54,12 @@ def enclose_lipschitz(
     >>> enclosure.lower.value <= enclosure.upper.value, round(enclosure.ratio, 6)
     (True, 1.0)
     """
-    lower = lipschitz_lower_bound(attention, radius=radius, domain=domain, n=n, p=p, rng=rng, effort=effort)
-    upper = lipschitz_upper_bound(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
+    given: dict[str, Any] = {"radius": radius, "domain": domain, "n": n, "p": p, "effort": effort}
+    sides: dict[str, Callable[[], Bound]] = {
+        "lower bound": lambda: lipschitz_lower_bound(attention, rng=rng, **given),
+        "upper bound": lambda: lipschitz_upper_bound(attention, **given),
+    }
+    lower, upper = (sides[name]() for name in watched(list(sides), "enclosure", progress=progress, unit="side"))
     return Enclosure(lower, upper)
 
 
@@ -129,6 +137,7 @@ def enclosure_table(
     p: float = 2,
     rng: np.random.Generator | int = 0,
     effort: Effort = "fast",
+    progress: bool = False,
 ) -> EnclosureTable:
     """Enclosures against n at one radius, or against the radius at the first of ``n_values`` when ``radii`` is given.
 
@@ -139,11 +148,12 @@ def enclosure_table(
     n_values : sequence of int or None
         None stands for all measures.
     radii : sequence of float, optional
-    p, rng, effort
+    p, rng, effort, progress
         As for :func:`enclose_lipschitz`.
     """
     rows = [(radius, n) for n in n_values] if radii is None else [(r, n_values[0]) for r in radii]
-    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in rows)
+    cases = watched(rows, "enclosures", progress=progress, note=lambda row: f"R = {row[0]:g}, n = {row[1]}", unit="row")
+    enclosures = tuple(enclose_lipschitz(attention, radius=r, n=n, p=p, rng=rng, effort=effort) for r, n in cases)
     papers = tuple(published_upper(attention, radius=r, n=n) if p == 2 else None for r, n in rows)
     name, values = ("n", tuple(n_values)) if radii is None else ("radius", tuple(radii))
     return EnclosureTable(name, values, enclosures, papers)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from otattn import _validate as check
+from otattn._progress import watched
 from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.rounding import log, safe_exp
@@ -44,6 +45,7 @@ def table(
     domain: Domain | None = None,
     n: int | None = None,
     p: float = 2,
+    progress: bool = False,
 ) -> BoundTable:
     """Every closed-form bound that applies: upper ones, smallest first, then lower ones, largest first.
 
@@ -54,6 +56,8 @@ def table(
     radius, domain, n, p
         As for :func:`otattn.lipschitz_upper_bound`. The published bounds use the largest norm of a domain; bounds for any
         measure apply to n tokens too and are listed with ``n = None``.
+    progress : bool
+        Show a bar on the error stream.
 
     Examples
     --------
@@ -66,9 +70,9 @@ def table(
     region, count, order = resolve_domain(radius, domain, attention.in_dim), check_count(n), check.check_order(p)
     read_all()
     found: list[Bound] = []
-    for record in THEOREMS.values():
-        if record.closed and record.quantity == "lipschitz":
-            found += closed_bounds(record, attention, region, count, order)
+    records = [record for record in THEOREMS.values() if record.closed and record.quantity == "lipschitz"]
+    for record in watched(records, "bounds", progress=progress, note=lambda record: record.key, unit="theorem"):
+        found += closed_bounds(record, attention, region, count, order)
     uppers = sorted((b for b in found if b.kind == "upper"), key=lambda b: b.log_value)
     lowers = sorted((b for b in found if b.kind == "lower"), key=lambda b: -b.log_value)
     return BoundTable((*uppers, *lowers))

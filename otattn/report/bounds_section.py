@@ -49,7 +49,8 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
     n = layer.hidden_states.shape[1]
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
-    for h, head in enumerate(layer.heads):
+    heads = layer.softmax_heads("a report")
+    for h, head in enumerate(heads, layer.first_head):
         discrete, mean_field = _curves(head, radius, [math.log10(n)])
         crossing = bounds.crossover(head, radius).log10
         record: dict[str, Any] = {
@@ -66,11 +67,11 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
     crossings = records[0]["log10_crossover_n"]
     grid = np.linspace(0.0, max(3.0, 1.1 * max(crossings.values())), GRID).tolist()
     grid = [x for x in grid if x <= 300.0]
-    curves, levels = _curves(layer.heads[0], radius, grid)
+    curves, levels = _curves(heads[0], radius, grid)
 
     def picture() -> Any:
         ax = plot_crossover(grid, curves, levels, crossings=crossings)
-        ax.set_title(f"head 0, R = {radius:.1f}", fontsize=10)
+        ax.set_title(f"head {layer.first_head}, R = {radius:.1f}", fontsize=10)
         return ax
 
     header = ["head", "||A|| R^2", *(f"{name.split(',')[0]}, n = {n}" for name in curves), *levels]

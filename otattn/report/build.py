@@ -62,11 +62,12 @@ def build_report(
     Raises
     ------
     ValueError
-        ``out`` cannot be written, or a count is out of range.
+        ``out`` cannot be written, a count is out of range, or heads are no plain softmax attention.
     """
     check.count(seed, "seed", least=0)
     check.count(n_pairs, "n_pairs", least=2)
     check.count(n_tokens, "n_tokens", least=2)
+    layer.softmax_heads("a report")
     folder = prepare_folder(out, ("report.html", "report.md", "report.json"))
     start = time.perf_counter()
     heads = len(layer.heads)

@@ -10,6 +10,7 @@ from otattn.models.checkpoint import Checkpoint
 from otattn.models.config import read_config
 from otattn.models.family import Family
 from otattn.models.load import family_of, load_model, open_checkpoint
+from otattn.models.text import model_path
 
 __all__ = ["contents_of", "contents_text"]
 
@@ -18,13 +19,13 @@ SHOWN = 5
 
 
 def contents_of(path: Any) -> dict[str, Any]:
-    """The contents of a checkpoint or of the folder of one.
+    """The contents of a checkpoint, of the folder of one, or of an installed package that holds one.
 
     Keys: ``origin``, ``tensors`` and ``numbers`` (how many), ``family`` (None when it is not known), ``missing`` and ``strange``
     (tensors of the family that are not there, and others), ``unused`` (no hidden state depends on them), ``model`` (its numbers,
     and the kind of map of its first layer's attention), ``problem`` (why it cannot be opened, else None).
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(model_path(path))
     shapes = checkpoint.shapes
     out: dict[str, Any] = {"origin": checkpoint.origin, "tensors": len(shapes), "family": None}
     out["numbers"] = sum(math.prod(shape) for shape in shapes.values())

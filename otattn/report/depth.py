@@ -1,54 +1,36 @@
-"""The depth profile that the command line asks for: a checkpoint, a text or token indices."""
+"""The depth profile that the command line asks for: a model, a text or token indices."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from otattn._files.npz import read_npy
-from otattn.data import load_excerpt
 from otattn.lipschitz.local.depth import DepthProfile, depth_profile
-from otattn.models import load_model, load_tokenizer, read_text, text_windows
-from otattn.models.transformer import Transformer
+from otattn.models import read_text
+from otattn.report.opened import open_model, refuse, text_of, windows_of
 
 __all__ = ["profile_of"]
 
 
-def profile_of(options: Any) -> DepthProfile:
-    """The profile of ``options``: model, text or tokens, other, n, layers, composed, splitting, heads, seed, quiet."""
-    if options.text is not None and options.tokens is not None:
-        raise ValueError("at most one of --text and --tokens must be given, received both.")
-    model = load_model(Path(options.model), num_heads=options.heads)
+def profile_of(options: Any, *, progress: bool) -> DepthProfile:
+    """The profile of ``options``: model, text or tokens, other, n, layers, composed, splitting, heads, seed."""
+    refuse(
+        options, "layer", "head", because="must be left out: depth goes through whole layers, --layers tells how many"
+    )
+    model = open_model(options)
     if options.layers is not None and options.layers > model.num_layers:
         raise ValueError(f"--layers must be at most {model.num_layers}, received {options.layers}.")
-    if options.tokens is not None:
-        ids = _from_file(options.tokens, options.n)
-    else:
-        ids = _from_text(model, load_excerpt() if options.text is None else read_text(options.text), options.n)
+    if not model.layout.family.embeddings:
+        raise ValueError(
+            f"{model.checkpoint.origin} reads images: depth takes texts; call otattn.depth_profile in Python."
+        )
+    ids = windows_of(model, options, length=options.n)[0]
     return depth_profile(
         model,
         ids,
         last=options.layers,
         partial=not options.composed,
-        other=None if options.other is None else _from_text(model, read_text(options.other), len(ids)),
+        other=None if options.other is None else text_of(model, read_text(options.other), len(ids))[0],
         splitting=options.splitting,
         rng=options.seed,
-        progress=not options.quiet,
+        progress=progress,
     )
-
-
-def _from_text(model: Transformer, text: str, n: int) -> NDArray[np.int64]:
-    return np.asarray(text_windows(text, load_tokenizer(model), length=n, count=1)[0])
-
-
-def _from_file(path: str, n: int) -> NDArray[np.int64]:
-    ids = read_npy(path)
-    if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.shape[-1] < n:
-        raise ValueError(
-            f"--tokens must hold token indices (n,) or (w, n) with n at least {n}, received {ids.dtype} of shape {ids.shape}; "
-            "give --n, or a text with --text."
-        )
-    return np.asarray(ids.reshape(-1, ids.shape[-1])[0, :n], dtype=np.int64)

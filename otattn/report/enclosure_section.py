@@ -29,7 +29,7 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
     children = np.random.SeedSequence(seed).spawn(len(layer.heads))
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
-    for h, head in enumerate(layer.heads):
+    for h, head in enumerate(layer.softmax_heads("a report")):
         witness = adversarial_head_tokens(head, n, radius, rng=children[h])
         value = cluster_constant(head, witness, n=n)
         source = "local constant at adversarial tokens"
@@ -43,8 +43,9 @@ def enclosure_section(layer: SampleLayer, growth: LocalGrowth, *, seed: int, adv
             "ratio": enclosure.ratio,
             "published": math.nan if paper is None else paper.value,
         }
-        records.append({"head": h, **values, "upper_by": enclosure.upper.name})
-        rows.append([str(h), *map(number, values.values()), enclosure.upper.name])
+        number_of = layer.first_head + h
+        records.append({"head": number_of, **values, "upper_by": enclosure.upper.name})
+        rows.append([str(number_of), *map(number, values.values()), enclosure.upper.name])
         advance()
     ratios = [r["ratio"] for r in records if math.isfinite(r["ratio"])]
     mean = math.exp(float(np.log(ratios).mean())) if ratios else math.nan

@@ -23,14 +23,16 @@ TOKENS = 16
 """Tokens of the first window that flow."""
 
 
-def perturbed_flows(attention: AttentionMap, X: Any, *, t_end: float, size: float, seed: int) -> FlowStability:
+def perturbed_flows(
+    attention: AttentionMap, X: Any, *, t_end: float, size: float, seed: int, progress: bool = False
+) -> FlowStability:
     """Two flows of the layer: its tokens, and the same displaced by ``size`` times their largest norm."""
     X = check.points(X, "X")
     rng = np.random.default_rng(seed)
     step = rng.standard_normal(X.shape)
     step *= size * np.linalg.norm(X, axis=1).max() / np.linalg.norm(step, axis=1).max()
     times = np.linspace(0.0, t_end, 11)
-    return flow_stability(attention, X, X + step, t_span=(0.0, t_end), t_eval=times, bounds=False)
+    return flow_stability(attention, X, X + step, t_span=(0.0, t_end), t_eval=times, bounds=False, progress=progress)
 
 
 def token_flow_rows(drift: FlowStability) -> list[dict[str, Any]]:

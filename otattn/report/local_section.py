@@ -40,7 +40,7 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
         mean = growth.values[h].mean(axis=0)
         growing = "-" if fit is None else f"{fit.exponent:.2f} ± {fit.standard_error:.2f}"
         paper = published[h, -1]
-        rows.append([str(h), *map(number, mean), growing, number(paper), number(paper / mean[-1])])
+        rows.append([str(layer.first_head + h), *map(number, mean), growing, number(paper), number(paper / mean[-1])])
     pictures: dict[str, Any] = {}
     data: dict[str, Any] = {**growth.to_dict(), "published_discrete": published.tolist(), "ball_radius": radius}
     if len(sizes) > 1:

@@ -64,8 +64,8 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
     ratios: dict[str, list[Any]] = {"W_1": [], "W_2": [], "conditional W_2, masked": []}
     children = np.random.SeedSequence(seed).spawn(3 * len(layer.heads))
     for h, head in enumerate(layer.heads):
-        record: dict[str, Any] = {"head": h}
-        cells = [str(h)]
+        record: dict[str, Any] = {"head": layer.first_head + h}
+        cells = [str(layer.first_head + h)]
         cases = (("W_1", head, 1), ("W_2", head, 2), ("conditional W_2, masked", MaskedAttention(head), 2))
         for k, (name, attention, p) in enumerate(cases):
             study, values = sampler.study(attention, n_pairs=n_pairs, p=p, seed=children[3 * h + k])

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from otattn import _validate as check
 from otattn._linalg import Array
+from otattn._progress import LOG
 from otattn._tabular import Result
 from otattn.lipschitz.local.growth import Exponent, fit_exponent
 from otattn.models import Transformer
@@ -212,6 +213,7 @@ def measure_layers(
                 at = layer.index, h
                 if at not in found:
                     found[at] = measure_head(layer, h, seen, steps[-1][2], n_pairs, order, tol, int(rng))
+                    LOG.info("heads: layer %d, head %d, %d of %d", *at, len(found), total)
                     if store is not None:
                         store.put(*at, found[at])
                     bar.update()

@@ -149,8 +149,24 @@ def test_sample_is_what_the_library_takes() -> None:
     np.testing.assert_array_equal(
         sample.attention.on_tokens(sample.tokens(0)), layer.attention.on_tokens(sample.tokens(0))
     )
-    with pytest.raises(ValueError, match="plain softmax"):
-        model_of("gpt2")[0].sample(0, IDS)
+    with pytest.raises(
+        ValueError, match=r"a report must be asked of heads of plain softmax attention, received Masked"
+    ):
+        model_of("gpt2")[0].sample(0, IDS).softmax_heads("a report")
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_one_head_of_a_layer(kind: str) -> None:
+    model, _ = model_of(kind)
+    sample = model.sample(1, IDS)
+    X = sample.tokens(0)
+    parts = [sample.of_head(h) for h in range(len(sample.heads))]
+    assert [part.first_head for part in parts] == list(range(len(parts)))
+    bias = model.layers[1].projections.output_bias
+    whole = sum(part.attention.on_tokens(X) for part in parts) + (0.0 if bias is None else bias)
+    np.testing.assert_allclose(whole, sample.attention.on_tokens(X), atol=1e-12)
+    with pytest.raises(ValueError, match="head must be from 0 to"):
+        sample.of_head(len(parts))
 
 
 def test_layers_are_a_sequence() -> None:
