@@ -290,17 +290,6 @@ def orthonormal_columns(rows: Sequence[Array]) -> BallMatrix | None:
     return BallMatrix(flint.arb_mat(L).solve(M.balls).transpose())
 
 
-def turning(angles: BallMatrix, first: slice, second: slice, size: int) -> BallMatrix:
-    """The matrix that turns pairs of coordinates, ``first`` and ``second`` of range(size), by the angles of a vector."""
-    flint = _flint()
-    rows = [[flint.arb(int(i == j)) for j in range(size)] for i in range(size)]
-    places = range(size)
-    for i, j, x in zip(places[first], places[second], angles.balls.entries(), strict=True):
-        sin, cos = x.sin_cos()
-        rows[i][i], rows[j][j], rows[i][j], rows[j][i] = cos, cos, -sin, sin
-    return BallMatrix(flint.arb_mat(rows))
-
-
 def upper_end(x: Any) -> float:
     """The upper end of an interval, or the float itself."""
     return float(x.hi) if isinstance(x, Interval) else float(x)

@@ -25,7 +25,7 @@ from otattn._linalg import (
     symmetrize,
 )
 from otattn.attention.rotary import RotaryAttention, pairs
-from otattn.lipschitz.arithmetic.balls import BallMatrix, turning
+from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import least, product, top, up
 from otattn.lipschitz.constants.regions import Region
@@ -153,7 +153,7 @@ class OffsetForms:
         if a.length is not None:
             angles = angles * float(offset) / float(self.n)
         if self.exact:
-            return turning(angles, first, second, k)
+            return _turning(angles, first, second, k)
         out, cos, sin = np.eye(k), np.cos(angles), np.sin(angles)
         i, j = np.arange(k)[first], np.arange(k)[second]
         out[i, i], out[j, j], out[i, j], out[j, i] = cos, cos, -sin, sin
@@ -268,3 +268,13 @@ def _scaled(M: Any) -> tuple[float, Any]:
     size = float(np.abs(mid(M)).max(initial=0.0))
     unit = 2.0 ** math.frexp(size)[1] if size > 0.0 else 1.0
     return unit, M / unit
+
+
+def _turning(angles: BallMatrix, first: slice, second: slice, size: int) -> BallMatrix:
+    """The matrix that turns pairs of coordinates, ``first`` and ``second`` of range(size), by the angles of a vector."""
+    rows = np.eye(size).tolist()
+    places = range(size)
+    for i, j, x in zip(places[first], places[second], angles.balls.entries(), strict=True):
+        sin, cos = x.sin_cos()
+        rows[i][i], rows[j][j], rows[i][j], rows[j][i] = cos, cos, -sin, sin
+    return BallMatrix(type(angles.balls)(rows))
