@@ -20,6 +20,7 @@ the certified neighbourhoods are larger by a third or so.
 Torch is needed: ``pip install 'otattn[torch]'``.
 """
 
+# sphinx_gallery_thumbnail_path = "../examples/thumbnails/trained_with_penalty.png"
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
