@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from otattn._linalg import Array
 from otattn.distances.double_double import two_sum
 
-__all__ = ["c_transform", "feasible_pair", "reduced_costs", "small_potentials", "support_slack"]
+__all__ = ["c_transform", "feasible_pair", "reduced_costs", "small_potentials", "support_slack", "tight_potentials"]
 
 _BLOCK = 2**22  # entries handled at once, so that temporaries stay near 32 MB
 
@@ -82,13 +82,41 @@ def small_potentials(
     paid = C[rows, cols]
     first = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])
     step = max(1, _BLOCK // C.shape[1])
+    before = np.full(len(C), -np.inf)
     for _ in range(max_sweeps):
         f = np.maximum.reduceat(paid - g[cols], first)
-        new = g.copy()
-        for k in range(0, len(C), step):
-            np.minimum(new, (C[k : k + step] - f[k : k + step, None]).min(axis=0), out=new)
+        moved = np.flatnonzero(f != before)  # what the others ask for is in g already
+        new, before = g.copy(), f
+        for k in range(0, len(moved), step):
+            part = moved[k : k + step]
+            some = C if len(part) == len(C) else C[part]
+            np.minimum(new, (some - f[part, None]).min(axis=0), out=new)
         change = float((g - new).max())
         g = new
         if change <= 4e-16 * float(np.abs(g).max()):
             break
     return g
+
+
+def tight_potentials(C: Array, rows: NDArray[np.intp], cols: NDArray[np.intp], g: Array) -> Array:
+    """Column potentials tight on a forest, each tree from its ``g`` at one column: those of a simplex, less its rounding.
+
+    A simplex updates its potentials pivot by pivot; along the tree each is one difference away from the next.
+    """
+    n, out = C.shape[0], np.concatenate([np.zeros(C.shape[0]), g]).tolist()
+    at: list[list[tuple[int, float]]] = [[] for _ in out]
+    for i, j, cost in zip(rows.tolist(), cols.tolist(), C[rows, cols].tolist(), strict=True):
+        at[i].append((j + n, cost))
+        at[j + n].append((i, cost))
+    seen = [False] * len(out)
+    for root in range(n, len(out)):
+        stack = [] if seen[root] else [root]
+        seen[root] = True
+        while stack:
+            u = stack.pop()
+            for v, cost in at[u]:
+                if not seen[v]:
+                    seen[v] = True
+                    out[v] = cost - out[u]
+                    stack.append(v)
+    return np.array(out[n:])
