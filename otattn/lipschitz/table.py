@@ -15,7 +15,7 @@ from otattn.lipschitz.arithmetic.rounding import log, safe_exp
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import largest_norm, see
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, prove, read_all, resolve_domain
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, domain_of, prove, read_all
 from otattn.lipschitz.upper import published
 from otattn.lipschitz.upper.softmax import bound_of, bounds_of
 from otattn.measures.domains import Ball, Domain
@@ -67,7 +67,7 @@ def table(
     Bound(upper 1, p=2, n=1, row_bound)
     Bound(upper 1, p=2, n=1, column_bound)
     """
-    region, count, order = resolve_domain(radius, domain, attention.in_dim), check_count(n), check.check_order(p)
+    region, count, order = domain_of(attention, radius, domain), check_count(n), check.check_order(p)
     read_all()
     found: list[Bound] = []
     records = [record for record in THEOREMS.values() if record.closed and record.quantity == "lipschitz"]

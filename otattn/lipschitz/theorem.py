@@ -237,7 +237,7 @@ def _ask(
     as_attention(attention)
     region: Any = None
     if radius is not None or domain is not None or not record.everywhere:
-        region = resolve_domain(radius, domain, getattr(attention, "in_dim", None))
+        region = domain_of(attention, radius, domain)
     count, order = check_count(n), check.check_order(p)
     if record.closed:
         if options:
@@ -289,6 +289,13 @@ def resolve_domain(radius: float | None, domain: Domain | None, dim: int | None)
         raise ValueError(f"domain must be a Ball, Ellipsoid, LayerNormDomain, Box or PointSet, received {domain!r}.")
     check_dimension(domain, dim)
     return domain
+
+
+def domain_of(attention: AttentionMap, radius: float | None, domain: Domain | None) -> Domain:
+    """The domain that is named; where none is, that of the tokens of a map which comes from a checkpoint."""
+    if radius is None and domain is None:
+        domain = attention.domain
+    return resolve_domain(radius, domain, attention.in_dim)
 
 
 def read_all() -> None:

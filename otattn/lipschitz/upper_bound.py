@@ -15,7 +15,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.catalogue import theorems
 from otattn.lipschitz.hypotheses import every, order_two, several_heads
 from otattn.lipschitz.table import closed_bounds, table
-from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, check_effort, resolve_domain
+from otattn.lipschitz.theorem import THEOREMS, Theorem, check_count, check_effort, domain_of
 from otattn.lipschitz.theorem import theorem as _theorem
 from otattn.lipschitz.upper.multi_head import head_with_values, multi_head
 from otattn.measures import Domain
@@ -39,7 +39,7 @@ def upper_bounds(
     A relaxation whose certificate cannot be repaired is left out: the closed forms need no solver.
     """
     check_effort(effort)
-    region = resolve_domain(radius, domain, as_attention(attention).in_dim)
+    region = domain_of(as_attention(attention), radius, domain)
     order = check.check_order(p)
     out = [b for b in table(attention, radius=radius, domain=domain, n=n, p=p) if b.kind == "upper"]
     for record in THEOREMS.values():
@@ -121,6 +121,7 @@ def lipschitz_upper_bound(
     radius : float, optional
         Tokens in the centred ball of this radius; or ``domain``.
     domain : Domain, optional
+        Without either, a head of a checkpoint has the domain of its layer: where the normalisation in front puts its tokens.
     n : int, optional
         n tokens of equal weight; None for all measures on the domain (mean-field).
     p : float
@@ -151,7 +152,7 @@ def lipschitz_upper_bound(
     8.123106
     """
     if theorem is not None:
-        region, order = resolve_domain(radius, domain, as_attention(attention).in_dim), check.check_order(p)
+        region, order = domain_of(as_attention(attention), radius, domain), check.check_order(p)
         return _of_theorem(theorem, attention, region, check_count(n), order, effort)
     candidates = upper_bounds(attention, radius=radius, domain=domain, n=n, p=p, effort=effort)
     if not candidates:

@@ -69,11 +69,15 @@ class ModelLayer:
 
     @cached_property
     def _parts(self) -> tuple[tuple[AttentionMap, Array], ...]:
-        return tuple(self.projections.head(h) for h in range(self.projections.num_heads))
+        parts = (self.projections.head(h) for h in range(self.projections.num_heads))
+        return tuple((_placed(head, self.domain), out) for head, out in parts)
 
     @property
     def heads(self) -> tuple[AttentionMap, ...]:
-        """Each head as a map into its own values R^e: softmax, masked or rotary attention, biases included."""
+        """Each head as a map into its own values R^e: softmax, masked or rotary attention, biases included.
+
+        Their constants are those on :attr:`domain` unless another is given.
+        """
         return tuple(head for head, _ in self._parts)
 
     @property
@@ -87,8 +91,10 @@ class ModelLayer:
         heads, bias = self.heads, self.projections.output_bias
         inner = [h.attention for h in heads if isinstance(h, MaskedAttention)]
         if inner:
-            return MaskedAttention(MultiHeadAttention(inner, self.outputs, output_bias=bias))
-        return MultiHeadAttention(heads, self.outputs, output_bias=bias)
+            whole: AttentionMap = MaskedAttention(MultiHeadAttention(inner, self.outputs, output_bias=bias))
+        else:
+            whole = MultiHeadAttention(heads, self.outputs, output_bias=bias)
+        return _placed(whole, self.domain)
 
     @cached_property
     def block(self) -> Compose:
@@ -125,6 +131,12 @@ class ModelLayer:
     def __repr__(self) -> str:
         p = self.projections
         return f"ModelLayer({self.index}, heads={p.num_heads}, kv_heads={p.num_kv_heads}, dim={p.query.shape[1]})"
+
+
+def _placed(map: AttentionMap, domain: Domain) -> AttentionMap:
+    """A map that was just made, with the domain of its tokens."""
+    object.__setattr__(map, "domain", domain)
+    return map
 
 
 def read_norm(layout: Layout, config: ModelConfig, name: str) -> LayerNorm:

@@ -234,7 +234,7 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         (
             "relaxations.rows_and_columns",
             lambda q: R.rows_and_columns(q.ours, domain=q.region.domain, n=q.n),
-            {**ONE, **SMALL},
+            {**ONE, "masked": None, **SMALL},
         ),
         (
             "relaxations.mean_field",

@@ -232,6 +232,10 @@ def searched() -> dict[str, Maker]:
         out[f"rows_and_columns-{name}-{place}"] = functools.partial(
             relaxations.rows_and_columns, head, domain=domain, n=4
         )
+        if name == "biased":
+            out[f"rows_and_columns-masked-{place}"] = functools.partial(
+                relaxations.rows_and_columns, MaskedAttention(head), domain=domain, n=4
+            )
         out[f"two_tokens-{name}-{place}"] = functools.partial(relaxations.two_tokens, head, domain=domain)
         for p in (1.0, 2.0, 4.0, math.inf):
             out[f"mean_field-{name}-{place}-{p}"] = functools.partial(relaxations.mean_field, head, domain=domain, p=p)

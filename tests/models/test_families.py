@@ -100,6 +100,23 @@ def test_untrained_models(kind: str) -> None:
         assert hull.contains(model.attention_inputs(inputs_of(model))[index], tol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_heads_of_a_model_know_where_their_tokens_are(kind: str) -> None:
+    """Without a domain, constants of a head are those on the ellipsoid of the normalisation in front of it."""
+    layer = random(kind, layers=2, dim=16, heads=2, spread=0.2, rng=3).layers[1]
+    for part in (*layer.heads, layer.attention):
+        assert part.domain is layer.domain
+    head = layer.heads[0]
+    bound = oa.lipschitz_upper_bound(head, n=3, theorem="rotary_gram_bound" if kind == "llama" else "row_bound")
+    assert bound.domain is layer.domain
+    assert bound.value == oa.lipschitz_upper_bound(head, domain=layer.domain, n=3, theorem=bound.theorem).value
+    assert oa.bounds.table(head, n=3)[0].domain is layer.domain
+    lower = oa.lipschitz_lower_bound(head, n=2)
+    assert lower.domain is layer.domain
+    assert layer.domain.contains(lower.witness.points, tol=1e-9)
+    assert oa.bounds.table(head, radius=1.0, n=3)[0].domain.radius == 1.0
+
+
 def test_untrained_models_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"family must be one of bert, .*, received 'lstm'"):
         random("lstm", rng=0)

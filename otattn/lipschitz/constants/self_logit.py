@@ -92,15 +92,19 @@ class UnitNumbers:
         return isinstance(self.A, BallMatrix)
 
 
-def unit_numbers(attention: Any, domain: Domain | float, *, exact: bool = False) -> UnitNumbers:
-    """The head of an unmasked :class:`SoftmaxAttention` with its tokens scaled to the unit ball.
+def unit_numbers(
+    attention: Any, domain: Domain | float, *, masked: bool | None = False, exact: bool = False
+) -> UnitNumbers:
+    """The head of a :class:`SoftmaxAttention` with its tokens scaled to the unit ball.
+
+    ``masked`` says which are accepted, None both kinds; under a mask kappa bounds no column sums and is inf.
 
     Every domain is enclosed by a ball: an ellipsoid ``E z + b`` by the ball of radius ``||E||`` around b, a box or a
     finite set by a ball around a centre of it. A constant on the ball bounds the constant on the domain; the scalars
     ``top, sigma, kappa`` are those of the domain itself where they are sharper.
     """
     region = resolve_domain(None, domain if isinstance(domain, Domain) else Ball(domain), attention.in_dim)
-    form = softmax_head(attention, masked=False, exact=exact).on_span(ball=isinstance(region, Ball))
+    form = softmax_head(attention, masked=masked, exact=exact).on_span(ball=isinstance(region, Ball))
     seen = see(form, region)
     # the unit of length is a float at or above the radius
     R = top(seen.R)
@@ -125,14 +129,14 @@ def unit_numbers(attention: Any, domain: Domain | float, *, exact: bool = False)
         seen.v,
         least(seen.sigma, trace_sigma),
         trace_sigma,
-        seen.kappa,
+        math.inf if form.causal else seen.kappa,
         0.0 if exact else R * seen.bias_error + form.error * a + rounded,
     )
 
 
-def numbers_of(statement: Statement) -> UnitNumbers:
+def numbers_of(statement: Statement, *, masked: bool | None = False) -> UnitNumbers:
     """The head of a certificate's statement."""
-    return unit_numbers(statement.attention, statement.domain, exact=statement.exact)
+    return unit_numbers(statement.attention, statement.domain, masked=masked, exact=statement.exact)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from otattn.attention import (
 from otattn.attention.base import as_attention
 from otattn.attention.head import Head, check_sizes
 from otattn.lipschitz.lower.charts import Chart, chart_of, forms_of
-from otattn.lipschitz.theorem import resolve_domain
+from otattn.lipschitz.theorem import domain_of
 from otattn.measures import Domain
 
 Effort = Literal["fast", "deep"]
@@ -93,7 +93,7 @@ def problem_of(
         displacements.
     """
     as_attention(attention)
-    region = resolve_domain(radius, domain, attention.in_dim)
+    region = domain_of(attention, radius, domain)
     dim = attention.in_dim if attention.in_dim is not None else region.dim
     if dim is None:
         raise ValueError(

@@ -34,7 +34,7 @@ from otattn.lipschitz.certificate import Statement, certify, dual_function, mult
 from otattn.lipschitz.constants.regions import Region, Seen, see
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, single_heads, sum_of_heads
-from otattn.lipschitz.theorem import check_count, prove, resolve_domain, theorem
+from otattn.lipschitz.theorem import check_count, domain_of, prove, resolve_domain, theorem
 from otattn.lipschitz.upper import masked as masked  # whose theorems are registered when they are read
 from otattn.lipschitz.upper.softmax import bounds_of, outward
 from otattn.measures.domains import Ball, Domain
@@ -108,7 +108,7 @@ def multi_head(
     as_attention(attention)
     order, count = check.check_order(p), check_count(n)
     if head_bounds is None:
-        return prove("multi_head", attention, resolve_domain(radius, domain, attention.in_dim), count, order)
+        return prove("multi_head", attention, domain_of(attention, radius, domain), count, order)
     why = every(several_heads, sum_of_heads, order_two)(attention, None, None, order)
     if why is not None:
         raise ValueError(f"multi_head with head_bounds does not apply: {why}.")

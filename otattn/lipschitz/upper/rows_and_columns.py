@@ -29,6 +29,9 @@ constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`
 .. math:: \alpha T_n + \mu\, rem + F(e_1) + F(e_2) + (n-2) \max_{0 \le e \le e_2} (F(e) - \mu e^2), \quad
           F(e) = \max_{(\gamma,\lambda)} \max_{0 \le \kappa \le k} (v\kappa + \sigma\lambda e)^2 - \alpha \kappa^2/\Omega .
 
+**Under a causal mask** row i is a row of the tokens that it sees, itself among them: at most n, so the self-token entropy with
+``tau_n`` stands, and its two tokens that move most move no more than those of all. The columns give ``T_n = n``, which says nothing.
+
 Any ``alpha, mu`` is valid, also one a cell; on a cell of ``(rho, theta)``, ``e_1 = rho cos theta``, ``e_2 = rho sin theta``,
 every term is monotone, so the corner with the largest e's in k and F, and the smallest rho in rem, bounds the cell.
 """
@@ -48,13 +51,14 @@ from otattn import _validate as check
 from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, like, upper
+from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
-from otattn.lipschitz.constants._solve import integer, number, trivial
+from otattn.lipschitz.constants._solve import integer, number
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
-from otattn.lipschitz.theorem import theorem
+from otattn.lipschitz.theorem import prove, theorem
 from otattn.lipschitz.upper.softmax import column_log
 from otattn.measures.domains import Domain
 
@@ -62,7 +66,9 @@ _CELLS = 20_000
 
 
 def column_sum(n: int, kappa: Any) -> Any:
-    """``T_n``, outward."""
+    """``T_n``, outward; n where kappa is unknown."""
+    if math.isinf(top(kappa)):
+        return float(n)
     return np.exp(column_log(kappa, math.inf, n)) * (1 + 1e-14)
 
 
@@ -259,7 +265,7 @@ def _cover(n: int) -> tuple[Array, Array]:
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for rows_and_columns, received {statement.p:g}.")
-    head, n = numbers_of(statement), check.count(statement.n, "n")
+    head, n = numbers_of(statement, masked=None), check.count(statement.n, "n")
     target = number(statement.options, "target", least=-math.inf)
     return {"head": head, "n": n, "atoms": integer(statement.options, "atoms", most=10_000), "target": target}
 
@@ -278,24 +284,22 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
 @theorem(
     "rows_and_columns",
     statement="rows and columns together: a program over the two tokens that move most",
-    hypotheses="softmax without a mask; any domain; n tokens; p = 2",
-    applies=every(softmax(masked=False), tokens(), order_two),
+    hypotheses="softmax, masked or not; any domain; n tokens; p = 2",
+    applies=every(softmax(), tokens(), order_two),
     closed=False,
 )
 def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound of the Lipschitz constant of n tokens from rows and columns together, by branch and bound.
+    """Upper bound for n tokens from rows and columns together, under a causal mask from rows alone, by branch and bound.
 
     Other Parameters
     ----------------
     effort : {"fast", "deep"}
-        Gap of the branch and bound, 0.5 percent (a few seconds) or 0.1 percent, and coarser or finer cells for the
-        rows.
+        Gap of the branch and bound, 0.5 percent (a few seconds) or 0.1 percent, and coarser or finer cells for the rows.
 
     Returns
     -------
     Certificate
-        Multipliers: the self-logit ones (``nu``, ``gap``) and the ``edges`` of the cells of ``|g|``. alpha and mu are sought
-        again, cell by cell, by each recheck.
+        Multipliers: the self-logit ones (``nu``, ``gap``) and the ``edges`` of the cells of ``|g|``; each recheck seeks alpha, mu.
 
     Examples
     --------
@@ -307,10 +311,10 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     deep = effort == "deep"
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
     statement = Statement(attention, domain, n, p)
-    head = numbers_of(statement)
+    head = numbers_of(statement, masked=None)
     problem = {"head": head, "n": n, "atoms": atoms}
     if n == 1 or head.v == 0.0:
-        return trivial(statement)
+        return prove("row_bound", attention, domain, n, p)
     family = SelfLogit.default(head)
     edges = np.linspace(0.0, 1.0, 25)
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}
@@ -325,8 +329,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
                 break
             gamma = rows.gamma[Search(rows, list(search.memory)).winners(at)] / head.top
             cell = np.clip(np.searchsorted(edges, gamma * (1 - 1e-12)) - 1, 0, edges.size - 2)
-            cell = cell[np.diff(edges)[cell] > (1e-3 if deep else 4e-3)]
-            if cell.size == 0:
+            if (cell := cell[np.diff(edges)[cell] > (1e-3 if deep else 4e-3)]).size == 0:
                 break
             edges = np.union1d(edges, 0.5 * (edges[cell] + edges[cell + 1]))
             multipliers["edges"] = edges
