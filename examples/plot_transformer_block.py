@@ -73,11 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     _, (ax,) = panels(1, size=(6.8, 4.4))
     for (name, values), color, marker in zip(constants.items(), ("orange", "blue", "green"), "so^", strict=True):
         ax.plot(scales, values, color=oa.plotting.COLORS[color], marker=marker, ms=3, label=name)
-    ax.plot(scales, product, color=oa.plotting.COLORS["red"], ls="--", label="proven, behind LayerNorm")
+    # in the colour of the one curve that it bounds
+    ax.plot(scales, product, color=oa.plotting.COLORS["blue"], ls="--", label="proven, attention behind LayerNorm only")
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("size s of the tokens")
-    ax.set_ylabel("local Lipschitz constant at s X in W_2")
+    ax.set_ylabel("local Lipschitz constant at $s X$ in $W_2$")
     ax.legend(fontsize=8, frameon=False)
     pictures.save(ax, "transformer_block")
 

@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 from otattn.attention import (
     AttentionMap,
     Compose,
+    Mask,
     MaskedAttention,
     MultiHeadAttention,
     Residual,
     RotaryAttention,
+    ScoreAttention,
     SoftmaxAttention,
     TransformerBlock,
 )
+from otattn.attention.tokenwise import TokenwiseMap
 from otattn.torch._weights import Linear, Weights, scaled
 
 __all__ = ["RECIPES", "Made"]
@@ -41,8 +44,12 @@ def _attention(
     scale: float,
     kv_heads: int | None = None,
     frequencies: Array | None = None,
+    norms: dict[str, TokenwiseMap] | None = None,
 ) -> AttentionMap:
-    """Heads of stacked queries, keys, values and outputs; ``scale`` is that of the logits, ``frequencies`` turn them."""
+    """Heads of stacked queries, keys, values and outputs; ``scale`` is that of the logits, ``frequencies`` turn them.
+
+    ``norms`` ("query_norm", "key_norm") are those of each head's queries and keys.
+    """
     groups = kv_heads or heads
     *stacked, (outputs, output_bias) = parts
     cut = [
@@ -54,12 +61,14 @@ def _attention(
         g = h * groups // heads
         (q, bq), (k, bk), (v, bv) = cut[0][h], cut[1][g], cut[2][g]
         options: dict[str, Any] = {"scale": scale, "query_bias": bq, "key_bias": bk, "value_bias": bv}
-        if frequencies is None:
+        if norms:
+            maps.append(ScoreAttention(q, k, v, mask=Mask(True) if causal else None, **options | norms))
+        elif frequencies is None:
             maps.append(SoftmaxAttention.from_qkv(q, k, v, **options))
         else:
             maps.append(RotaryAttention(q, k, v, frequencies=frequencies, layout="half", masked=causal, **options))
     whole = MultiHeadAttention(maps, np.split(outputs, heads, axis=1), output_bias=output_bias)
-    return MaskedAttention(whole) if causal and frequencies is None else whole
+    return MaskedAttention(whole) if causal and frequencies is None and not norms else whole
 
 
 def _split(both: Linear, sizes: list[int]) -> list[Linear]:
@@ -261,7 +270,12 @@ def _timm_heads(module: Any, read: Weights, causal: bool, scale: Array | None) -
     both = read.linear(module.qkv, "qkv")
     q, k, v = _split(both, [len(both[0]) // 3] * 3)
     out = scaled(*read.linear(module.proj, "proj"), scale)
-    return _attention([q, k, v, out], module.num_heads, causal, float(module.scale))
+    norms: dict[str, TokenwiseMap] = {
+        f"{side}_norm": read.norm(part, f"{side[0]}_norm")
+        for side in ("query", "key")
+        if type(part := getattr(module, f"{side[0]}_norm")).__name__ != "Identity"
+    }
+    return _attention([q, k, v, out], module.num_heads, causal, float(module.scale), norms=norms)
 
 
 def _timm_attention(module: Any, read: Weights, causal: bool) -> Made:
@@ -295,6 +309,8 @@ RECIPES: dict[str, Callable[[Any, Weights, bool], Made]] = {
     f"{_HF}.llama.modeling_llama.LlamaDecoderLayer": _llama_layer,
     f"{_HF}.vit.modeling_vit.ViTAttention": _vit_attention,
     f"{_HF}.vit.modeling_vit.ViTLayer": _vit_layer,
+    f"{_HF}.deit.modeling_deit.DeiTAttention": _vit_attention,
+    f"{_HF}.deit.modeling_deit.DeiTLayer": _vit_layer,
     "timm.layers.attention.Attention": _timm_attention,
     "timm.models.vision_transformer.Attention": _timm_attention,
     "timm.models.vision_transformer.Block": _timm_block,

@@ -32,7 +32,8 @@ def from_torch(module: Any, *, causal: bool = False) -> AttentionMap:
     ----------
     module : torch.nn.Module
         ``torch.nn``: MultiheadAttention (as self-attention), TransformerEncoderLayer, TransformerEncoder, Sequential of such.
-        ``transformers``: attention and layers of BERT, GPT-2, Llama and ViT. ``timm``: attention and blocks of vision transformers.
+        ``transformers``: attention and layers of BERT, GPT-2, Llama, ViT and DeiT. ``timm``: attention and blocks of vision
+        transformers (DeiT among them), with and without a norm of queries and keys.
         Layers of :class:`torch.nn.LayerNorm` in a Sequential are taken too.
     causal : bool
         With a causal mask, where the module takes one in its calls (``torch.nn``, ``timm``). Modules of ``transformers`` know.

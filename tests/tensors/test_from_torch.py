@@ -206,12 +206,15 @@ def test_llama(rope):
         oa.from_torch(layer)
 
 
+@pytest.mark.parametrize("kind", ["ViT", "DeiT"])
 @pytest.mark.parametrize("qkv_bias", [True, False])
-def test_vit(qkv_bias):
-    vit = modelling("vit")
-    config = vit.ViTConfig(hidden_size=8, num_attention_heads=2, intermediate_size=12, qkv_bias=qkv_bias)
+def test_vit(qkv_bias, kind):
+    package = modelling(kind.lower())
+    config = getattr(package, f"{kind}Config")(
+        hidden_size=8, num_attention_heads=2, intermediate_size=12, qkv_bias=qkv_bias
+    )
     config._attn_implementation = "sdpa"
-    layer = randomised(vit.modeling_vit.ViTLayer(config))
+    layer = randomised(getattr(getattr(package, f"modeling_{kind.lower()}"), f"{kind}Layer")(config))
     for module in (layer, layer.attention):
         agree(module, lambda m, X: first(m(X[None])))
     with pytest.raises(ValueError, match="causal must be left out"):
@@ -228,9 +231,35 @@ def test_timm(init_values):
     for module in (block, block.attn):
         agree(module, lambda m, X: m(X[None])[0])
         agree(module, lambda m, X: m(X[None], is_causal=True)[0], causal=True)
-    with pytest.raises(ValueError, match=r"q_norm.weight, .*whose use is not known"):
-        oa.from_torch(transformer.Block(8, 2, qk_norm=True))
+    with pytest.raises(ValueError, match=r"attn\.norm\.weight, .*whose use is not known"):
+        oa.from_torch(transformer.Block(8, 2, scale_attn_norm=True))
+    bare = randomised(transformer.Block(8, 2, scale_attn_norm=True, norm_layer=bare_norm))
     with pytest.raises(ValueError, match="must agree with Block"):
-        oa.from_torch(
-            transformer.Block(8, 2, qk_norm=True, norm_layer=lambda d, **_: nn.LayerNorm(d, elementwise_affine=False))
-        )
+        oa.from_torch(bare)
+
+
+def bare_norm(d, **_):
+    return nn.LayerNorm(d, elementwise_affine=False)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda d, **_: nn.RMSNorm(d, eps=1e-3), bare_norm])
+def test_timm_with_normalised_queries_and_keys(norm):
+    transformer = pytest.importorskip("timm.models.vision_transformer", reason="timm is not installed")
+    block = randomised(transformer.Block(8, 2, qkv_bias=True, qk_norm=True, norm_layer=norm))
+    for module in (block, block.attn):
+        agree(module, lambda m, X: m(X[None])[0])
+        masked = agree(module, lambda m, X: m(X[None], is_causal=True)[0], causal=True)
+        assert masked.causal
+    attention = oa.from_torch(block.attn)
+    assert all(isinstance(head, oa.ScoreAttention) for head in attention.heads)
+    assert oa.local_lipschitz(attention, np.eye(8)[:4]).value > 0.0
+
+
+def test_timm_deit():
+    """The blocks of a whole distilled model, one after another."""
+    deit = pytest.importorskip("timm.models.deit", reason="timm is not installed")
+    model = randomised(
+        deit.VisionTransformerDistilled(img_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2, num_classes=0),
+        scale=0.5,
+    )
+    agree(model.blocks, lambda m, X: m(X[None])[0])
