@@ -20,15 +20,21 @@ q_j - sum_l P_il s_il q_l``: the formulas of other heads with ``s y`` in place o
 row (``|tau| <= Z |D|``), which adds ``sup|phi''| Z^2 r^2`` to the centred changes of logits, and ``sup|phi''| Z r |q|`` to keys,
 twice when they are centred. The other terms, ``3 kappa_3(v, t, phi'' tau^2) + 3 Cov(V delta, phi'' tau^2) + Cov(v, phi''' tau^3)
 + 6 Cov(v, phi'' tau m)``, are polynomials with non-negative coefficients in ``|delta_i|`` and the ``|delta_j| <= 1`` once norms are
-taken (:mod:`~otattn.lipschitz.near.cap_terms`). What is left of them for ``delta_i = 0`` is at most ``sum_j B_ij |delta_j|^2``,
-together the largest column norm of B; the rest is at most ``|delta_i|`` times its value where all norms are 1.
+taken. What is left of them for ``delta_i = 0`` is at most ``sum_j B_ij |delta_j|^2``, together the largest column norm of B; the
+rest is at most ``|delta_i|`` times its value where all norms are 1. With ``|tau_j| <= q |delta_i| + G |delta_j|`` (q the largest raw
+key of the row) and the centred ``|t_j| <= (K + G) |delta_i| + G |delta_j| + G sum_k p_k |delta_k|``, in a row of largest value Y, ``B2
+= sup|phi''|``, ``B3 = sup|phi'''|``, the two values are
+
+- ``12 B2 Y G^3 sum p_j |delta_j|^2`` and ``6 B2 Y (K + 3 G) (q + G)^2`` for the first term, which is two expectations;
+- ``6 B2 v G^2 sum p_j |delta_j|^2`` and ``6 B2 v (q + G)^2`` for the second;
+- ``B3 Y G^3 sum p_j |delta_j|^2`` and ``B3 Y (q + G)^3`` for the third, 0 and ``6 B2 Y (q + G) a`` for the last.
 
 Rounding: z is off by ``|dg| |x| + small |g| |x|``, slopes and bends by the next derivative's bound times this and a few units.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +48,7 @@ from otattn.lipschitz.near.head import Curve, HeadAtTokens, head_at_tokens, roun
 from otattn.lipschitz.near.largest_eigenvalue import FAILURE, largest_eigenvalue, likely_largest
 from otattn.lipschitz.near.scores import Places
 
-__all__ = ["capped_head", "capped_hessian"]
+__all__ = ["CapTerms", "capped_head", "capped_hessian"]
 
 Array = NDArray[np.float64]
 FLAT = 350.0
@@ -184,10 +190,43 @@ def _own(heads: list[HeadAtTokens]) -> float:
     return 2.0 * float(one.max()) + float(two.max())
 
 
+@dataclass(frozen=True, eq=False)
+class CapTerms:
+    """Row by row the largest raw key and the largest ``|phi''|`` at the tokens, and its bounds everywhere."""
+
+    keys: Array
+    bend: Array
+    second: float
+    third: float
+
+    @classmethod
+    def of(cls, curve: Curve, weights: Array) -> CapTerms:
+        q = np.linalg.norm(curve.raw, axis=1) * (1.0 + 4.0 * (curve.raw.shape[1] + 8) * EPS) + curve.draw
+        keys = np.where(weights > 0.0, q, 0.0).max(axis=1)
+        bend = np.where(weights > 0.0, np.abs(curve.bend) + curve.dbend, 0.0).max(axis=1)
+        return cls(keys, bend, _second(curve.cap), _third(curve.cap))
+
+    def bends(self, Z: Array, r: float) -> Array:
+        """``sup |phi''|`` over the ball of radius r, where logits move by at most ``Z r``."""
+        return np.asarray(np.minimum(self.second, self.bend + self.third * Z * r))
+
+    def terms(self, p: Array, G: Array, Y: Array, K: Array, a: float, v: float, r: float) -> float:
+        """The bound over the ball of radius r, from those there of the weights, of ``|g|``, ``|y|``, ``|k|``, ``||A||``, ``||V||``."""
+        q, y, k = self.keys + a * r, Y.max(axis=1), K.max(axis=1)
+        Z = q + G
+        B, T = self.bends(Z, r), self.third
+        alone = 12.0 * B * y * G**3 + 6.0 * B * v * G**2 + T * y * G**3
+        whole = 6.0 * B * y * (k + 3.0 * G) * Z**2 + 6.0 * B * v * Z**2 + T * y * Z**3 + 6.0 * B * y * Z * a
+        n = len(p)
+        columns = np.sqrt(((p[:, :n] * alone[:, None]) ** 2).sum(axis=0))
+        return float(columns.max(initial=0.0) + (whole - alone).max(initial=0.0))
+
+
 def _second(cap: float) -> float:
     """The largest second derivative of the cap."""
     return 0.77 / cap
 
 
 def _third(cap: float) -> float:
-    return 2.0 / cap**2
+    """And the largest third one, rounded up."""
+    return 2.0 / cap**2 * (1.0 + 4.0 * EPS)

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
-from otattn.lipschitz.near.cap_terms import CapTerms
+from otattn.lipschitz.near.capped import CapTerms
 from otattn.lipschitz.near.head import HeadAtTokens
 
 __all__ = ["ThirdOrder", "third_order"]

@@ -59,8 +59,9 @@ def certify(map: AttentionMap, tokens: ArrayLike, *, radius: float, p: float = 2
     Parameters
     ----------
     map : AttentionMap
-        Softmax or rotary heads, one or several, masked or not; LayerNorm, RMSNorm, MLP, FeedForward; Residual, Compose,
-        TransformerBlock and ``model.map()`` of these, one in the other.
+        Softmax or rotary heads, or heads with composed logits (:class:`~otattn.attention.ScoreAttention`), one or several, masked
+        or not; LayerNorm, RMSNorm, MLP, FeedForward, experts; Residual, Sum, Compose, TransformerBlock and ``model.map()`` of
+        these, one in the other.
     tokens : array_like (n, d)
         Equal masses. For masked and rotary maps a sequence.
     radius : float
@@ -249,7 +250,8 @@ def _near(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
 @theorem(
     "second_order",
     statement="||J|| + C r + r^2 int (1 - s) D3(s r) ds, r = sqrt(n) radius; for stacks by norms of partial products",
-    hypotheses="softmax and rotary heads, token-wise maps, residuals, compositions; n equal atoms near given tokens; p = 2",
+    hypotheses="softmax and rotary heads, composed logits, token-wise maps, residuals, sums, compositions; n equal atoms near given "
+    "tokens; p = 2",
     applies=every(order_two, _near),
     closed=False,
     rigorous=False,
