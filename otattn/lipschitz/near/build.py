@@ -46,9 +46,8 @@ def why_not(map: AttentionMap) -> str | None:
         return why_no_scores(scores)
     if isinstance(map, LayerNorm) or experts(map) is not None:
         return None
-    if isinstance(map, TokenwiseMap) and (found := perceptron(map)) is not None:
-        kinked = found.activation == "relu" and found.G is not None
-        return "a gated perceptron must have a smooth activation, received relu" if kinked else None
+    if isinstance(map, TokenwiseMap) and perceptron(map) is not None:
+        return None
     part = next((h for h in getattr(map, "heads", ()) if not (softmax_heads(h) or rotary_heads(h))), None)
     if part is not None:
         return f"its heads are softmax heads, or all rotary ones, received {part.kind} among them"

@@ -18,7 +18,11 @@ U^T)^{o3}``, plus ``r sup |phi''''| max_h |u_h|^3 ||W|| ||U||`` on the ball, sin
 ``D3(r) = max_h (|g_h|^2 sup|phi'''| (|t_h| + |u_h| r) ||G|| + 3 |g_h|^2 sup|phi''| ||U||) ||W||``.
 
 **ReLU** is linear until a kink is crossed. For the hidden units F of a token with ``|s_h| <= |u_h| r`` the slope is unknown:
-``|f(x + d) - f(x) - J d|`` and the change of J are at most ``||W_F|| ||U_F||`` times ``|d|`` and 1.
+``|f(x + d) - f(x) - J d|`` and the change of J are at most ``||W_F|| ||U_F||`` times ``|d|`` and 1. Gated, ``W (relu(G x + g) * (U x
++ b))`` is quadratic until then, ``phi'' = 0``: its C is as above. A unit h of F changes its row ``1[s > 0] t g_h + relu(s) u_h`` of
+the Jacobian by at most ``(|t_h| + |u_h| r) |g_h|`` and ``|g_h| r |u_h|``, where the quadratic map changes it by ``|u_h| r |g_h|`` and
+``|g_h| r |u_h|``: to C r is added ``||W_F|| (max_F (|t_h| + 2 |u_h| r) ||G_F|| + 2 r max_F |g_h| ||U_F||)``, and to the remainder
+r times this.
 
 Rounding: the preactivations are off by at most ``ds``; errors of products are relative to the sums of absolute values.
 """
@@ -230,14 +234,50 @@ class _Kinked:
         return self.growth(r, off) * r * (1.0 + 4.0 * EPS)
 
 
+@dataclass(frozen=True, eq=False)
+class _KinkedGate:
+    """The expansion of a perceptron with a gate of ReLU: its kinks, the largest ``|t_h|`` of each unit, and C."""
+
+    W: Array
+    U: Array
+    G: Array
+    distances: Array
+    values: Array
+    second: float
+
+    def growth(self, r: float, off: float = 0.0) -> float:
+        return self.second * r + self._crossed(r, off)
+
+    def remainder(self, r: float, off: float = 0.0) -> float:
+        return (0.5 * self.second * r * r + self._crossed(r, off) * r) * (1.0 + 4.0 * EPS)
+
+    def _crossed(self, r: float, off: float) -> float:
+        worst, reach = 0.0, r + off
+        g, u = (row_norms(M) * (1.0 + M.shape[1] * EPS) for M in (self.G, self.U))
+        for units in np.unique(self.distances <= reach, axis=0) if r > 0.0 else ():
+            if units.any():
+                W, G, U = (float(spectral_norm_upper(M)) for M in (self.W[:, units], self.G[units], self.U[units]))
+                own = (self.values + 2.0 * u * reach)[units].max() * G + 2.0 * reach * g[units].max() * U
+                worst = max(worst, W * float(own) * (1.0 + 16.0 * EPS))
+        return worst
+
+
 def _kinked(p: Perceptron, seen: Perceptron, x: Array) -> Expansion:
-    if p.G is not None:
-        raise TypeError("a gated perceptron must have a smooth activation to be expanded, received relu.")
-    s, ds = _hidden(p.U, p.b, x)
-    u = row_norms(seen.U) * (1.0 + p.U.shape[1] * EPS)
+    gated, lines = p.G is not None, seen.U if seen.G is None else seen.G
+    s, ds = _hidden(p.U, p.b, x) if p.G is None or p.g is None else _hidden(p.G, p.g, x)
+    g = row_norms(lines) * (1.0 + lines.shape[1] * EPS)
     with np.errstate(divide="ignore", invalid="ignore"):
-        distances = np.where(u > 0.0, np.maximum(np.abs(s) - ds, 0.0) / u * (1.0 - 8.0 * EPS), np.inf)
-    return _Kinked(seen.W, seen.U, distances)
+        distances = np.where(g > 0.0, np.maximum(np.abs(s) - ds, 0.0) / g * (1.0 - 8.0 * EPS), np.inf)
+    if not gated:
+        return _Kinked(seen.W, seen.U, distances)
+    U, norm_W = seen.U, float(spectral_norm_upper(seen.W))
+    u = row_norms(U) * (1.0 + U.shape[1] * EPS)
+    forms = [2.0 * ((lines @ lines.T) * (U @ U.T) + (lines @ U.T) * (U @ lines.T))]
+    on = (s > 0.0).astype(np.float64)
+    second = _gram_top(seen.W, [on], [np.zeros_like(on)], forms, norm_W, [2.0 * float((g * u).max())])
+    t, dt = _hidden(p.U, p.b, x)
+    values = (np.abs(t) + dt).max(axis=0)
+    return _KinkedGate(seen.W, U, lines, distances, values, second * _turn(p, seen))
 
 
 def tokenwise_errors(map: TokenwiseMap, x: Array) -> tuple[float, float]:

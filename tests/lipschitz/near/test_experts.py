@@ -20,7 +20,7 @@ def drawn(seed, top=2, limit=7.0, size=0.6):
     return Experts(*parts, top=top, alpha=1.702, limit=limit), rng.standard_normal((3, D)), rng
 
 
-def exact(layer, chosen):
+def exact(layer, chosen, H=H):
     """The map in mpmath with the experts of each token as they are at the tokens."""
 
     def f(x):
@@ -69,6 +69,43 @@ def test_the_second_derivative(top, limit):
     other = experts(layer).expansion(X, left, right)
     scale = np.linalg.norm(left, 2) * np.linalg.norm(right, 2) ** 2
     assert other.growth(1e-9) == pytest.approx(scale * found.growth(1e-9), rel=1e-6)
+
+
+def test_two_opposite_experts():
+    """Values are 0 and slopes opposite where the weights are equal: of the second derivative 2 Cov(o', t) is left."""
+    ones = np.ones((2, 1))
+    zero = np.zeros((2, 1))
+    gate_up = np.zeros((2, 2, 2))
+    gate_up[:, 0, 1] = 1.0  # u = x_1, g constant
+    down = np.array([[[1.0, 2.0]], [[-1.0, -2.0]]])
+    bias = np.column_stack([ones, zero])
+    layer = Experts(
+        [[3.0, 0.0], [-3.0, 0.0]], [3.0, -3.0], gate_up, bias, down, np.zeros((2, 2)), top=2, alpha=1.0, limit=9.0
+    )
+    X = np.array([[-1.0, 0.4]])
+    found = experts(layer).expansion(X, None, None)
+    h = 1e-4
+    ends = [layer._map(X + np.array([[s * h, 0.0]])) for s in (-1, 0, 1)]
+    exactly = float(np.linalg.norm(ends[0] - 2.0 * ends[1] + ends[2])) / h**2
+    assert exactly * (1 - 1e-5) <= found.growth(1e-12) / 1e-12 <= exactly * (1 + 1e-3)
+
+
+def test_rounding_of_the_router():
+    """Large logits: the weights are off by far more than the values."""
+    rng = np.random.default_rng(0)
+    worst = 0.0
+    for _ in range(20):
+        router = 1e6 * rng.standard_normal((1, 3)) + 1e-1 * rng.standard_normal((2, 3))
+        down, zero = np.array([[[1.0, 2.0, 0.0]], [[-1.0, 0.5, 3.0]]]), np.zeros((2, 3, 2))
+        layer = Experts(router, np.zeros(2), zero, np.ones((2, 2)), down, np.zeros((2, 3)), top=2, alpha=1.0, limit=9.0)
+        X = rng.standard_normal((1, 3))
+        with mp.workdps(40):
+            true = exact(layer, [[0, 1]], H=1)(matrix(X))
+            lost = float(mp.mnorm(matrix(layer._map(X)) - true, "f"))
+        value = experts(layer).errors(X)[0]
+        assert lost <= value
+        worst = max(worst, lost)
+    assert worst > 1e-12
 
 
 def test_the_reach_is_where_the_map_switches():

@@ -172,10 +172,6 @@ def test_a_form_that_is_all_rounding_counts_as_such():
         (oa.Residual(oa.L2Attention(np.eye(3), np.eye(3), np.eye(3))), "received L2Attention"),
         (oa.MultiHeadAttention([PLAIN, oa.L2Attention(np.eye(3), np.eye(3), drawn(2, 3))]), "L2Attention among them"),
         (oa.MultiHeadAttention([FIRST, oa.MaskedAttention(PLAIN)]), "must be written as one sum"),
-        (
-            FeedForward(drawn(6, 3), drawn(3, 6), activation="relu", gate=drawn(6, 3)),
-            "smooth activation, received relu",
-        ),
         (oa.MultiHeadAttention([FIRST, OPEN]), "must be written as one sum"),
         (oa.MultiHeadAttention([SUM], [drawn(2, 3)]), "output matrices at two levels"),
     ],

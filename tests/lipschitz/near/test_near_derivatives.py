@@ -203,6 +203,45 @@ def test_relu_is_linear_up_to_its_kinks():
     assert found.remainder(2.0) == pytest.approx(12.0)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gate_of_relu_is_quadratic_up_to_its_kinks(turned):
+    rng = np.random.default_rng(4)
+    U, G, W, b = (
+        rng.standard_normal((4, 3)),
+        rng.standard_normal((4, 3)),
+        rng.standard_normal((3, 4)),
+        rng.standard_normal(4),
+    )
+    left, right = rng.standard_normal((2, 3, 3)) if turned else (np.eye(3), np.eye(3))
+    X, map = rng.standard_normal((2, 3)), FeedForward(U, W, activation="relu", gate=G, gate_bias=b)
+    found = tokenwise_expansion(map, X @ right.T, *((left, right) if turned else (None, None)))
+    kink = float(np.min(np.abs(X @ (G @ right).T + b) / np.linalg.norm(G @ right, axis=1)))
+
+    def f(x):
+        return map._map(x @ right.T) @ left.T
+
+    def jacobian(x):
+        J = map.jacobian(x @ right.T).to_dense().reshape(6, 6)
+        return np.kron(np.eye(2), left) @ J @ np.kron(np.eye(2), right)
+
+    def slope(x, D):
+        return map._jvp(x @ right.T, D @ right.T) @ left.T
+
+    near = 0.99 * kink
+    most = max(np.linalg.norm(jacobian(X + near * D) - jacobian(X), 2) for D in directions(rng, X.shape, 40))
+    assert 0.2 * found.growth(near) <= most <= found.growth(near)
+    assert found.growth(near) == pytest.approx(2.0 * found.growth(0.5 * near), rel=1e-9)
+    for r in (near, 1.01 * kink, 3.0 * kink, 10.0 * kink):
+        for D in directions(rng, X.shape, 40):
+            assert np.linalg.norm(jacobian(X + r * D) - jacobian(X), 2) <= found.growth(r)
+            assert np.linalg.norm(f(X + r * D) - f(X) - r * slope(X, D)) <= found.remainder(r)
+    assert found.growth(1.01 * kink) > 1.5 * found.growth(near)
+    E = next(directions(rng, X.shape, 1))
+    for D in directions(rng, X.shape, 40):
+        Y, r = X + 2.0 * kink * E, 3.0 * kink
+        assert np.linalg.norm(jacobian(Y + r * D) - jacobian(Y), 2) <= found.growth(r, 2.0 * kink)
+
+
 def test_activations_and_suprema():
     """Derivatives by differences in 40 digits, suprema on a grid with the step times a bound of the next derivative."""
     s = np.linspace(-9.0, 9.0, 1801)

@@ -12,7 +12,7 @@ import otattn as oa
 from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
 from otattn.lipschitz.near import capped, gram_hessian
 from otattn.lipschitz.near.build import _path, chain_at
-from otattn.lipschitz.near.capped import capped_hessian
+from otattn.lipschitz.near.capped import CapTerms, capped_hessian
 from otattn.lipschitz.near.gram_jacobian import jacobian_norm, with_outputs
 from otattn.lipschitz.near.head import sink_terms
 from otattn.lipschitz.near.heads import heads_at
@@ -269,6 +269,30 @@ def test_norms_of_blocks(turned):
     assert np.sum(blocks._jvp(z, v) * g) == pytest.approx(np.sum(v * blocks._vjp(z, g)), rel=1e-12)
     value, slope = blocks.errors(z)
     assert 0.0 < value < 1e-11 > slope > 0.0
+
+
+def test_norms_of_blocks_in_other_scales():
+    blocks = BlockNorms(((slice(0, 3), root(3)), (slice(3, 5), root(2))), 5)
+    x, twice = drawn(2, 5), 2.0 * np.eye(5)
+    plain, inner, outer = (blocks.expansion(x, *sides) for sides in ((None, None), (None, twice), (twice, None)))
+    assert inner.second == pytest.approx(4.0 * plain.second)
+    assert inner.third(0.0) == pytest.approx(8.0 * plain.third(0.0))
+    assert inner.third(0.1) == pytest.approx(8.0 * plain.third(0.2))
+    assert outer.third(0.1) == pytest.approx(2.0 * plain.third(0.1))
+
+
+def test_the_terms_of_a_cap():
+    """One row of one token, each term alone."""
+    one = np.ones(1)
+    bend, jerk = CapTerms(one, one, 1.0, 0.0), CapTerms(one, 0.0 * one, 0.0, 1.0)
+    # 6 y k q^2 + 6 v q^2 + 6 y q a, without a gradient
+    assert bend.terms(0.5 * np.eye(1), 0.0 * one, 2.0 * np.eye(1), 3.0 * np.eye(1), 7.0, 5.0, 0.0) == 36.0 + 30.0 + 84.0
+    still = CapTerms(0.0 * one, one, 1.0, 0.0)
+    assert still.terms(0.5 * np.eye(1), one, np.eye(1), 0.0 * np.eye(1), 0.0, 0.0, 0.0) == 12.0 * 0.5 + (18.0 - 12.0)
+    assert still.terms(0.5 * np.eye(1), one, 0.0 * np.eye(1), 0.0 * np.eye(1), 0.0, 2.0, 0.0) == 12.0 * 0.5
+    assert jerk.terms(0.5 * np.eye(1), one, np.eye(1), np.eye(1), 0.0, 0.0, 0.0) == 0.5 + (8.0 - 1.0)
+    assert jerk.bends(3.0 * one, 2.0)[0] == 0.0  # never above the supremum
+    assert CapTerms(one, one, 9.0, 1.0).bends(3.0 * one, 2.0)[0] == 7.0
 
 
 def test_norms_are_shared_and_scaled():
