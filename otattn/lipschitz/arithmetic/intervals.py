@@ -166,6 +166,13 @@ class Interval(NDArrayOperatorsMixin):
         """The same intervals in one row."""
         return self.reshape(-1)
 
+    def spectral_norm(self) -> Interval:
+        """An upper bound of the largest singular value of a matrix, proved, above it by rounding only."""
+        from otattn.lipschitz.arithmetic.eigenvalues import largest_eigenvalue
+
+        gram = self @ self.T if self.shape[0] <= self.shape[1] else self.T @ self
+        return np.sqrt(Interval.exact(max(largest_eigenvalue(gram), 0.0)))  # type: ignore[no-any-return]
+
     def copy(self) -> Interval:
         """Fresh ends."""
         return Interval(self.lo.copy(), self.hi.copy())
