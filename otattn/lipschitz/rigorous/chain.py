@@ -30,7 +30,7 @@ import numpy as np
 from otattn._linalg import EPS
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.eigenvalues import Symmetric
-from otattn.lipschitz.arithmetic.intervals import Interval, lift, upper
+from otattn.lipschitz.arithmetic.intervals import Interval, lift, lower, upper
 from otattn.lipschitz.near.expansion import CELLS, COARSE, Taylor
 from otattn.lipschitz.near.gram_jacobian import LARGEST_GRAM
 from otattn.lipschitz.near.heads import softmax_heads
@@ -167,7 +167,10 @@ class ProvedChain:
         """Of the third derivative within a radius, its upper end."""
         r = float(upper(radius))
         claimed = self.claims.third(r)
-        total = sum((lift(h.norm_W) * lift(D3(r)) for h, D3 in zip(self.heads, self._thirds, strict=True)), lift(0.0))
+        total = lift(0.0)
+        for h, D3 in zip(self.heads, self._thirds, strict=True):
+            if h.v > 0.0 and (h.a > 0.0 or upper(h.G).any()):  # without values, or with equal weights, it is exactly 0
+                total = total + lift(h.norm_W) * lift(D3(r))
         if not float(upper(total)) <= claimed:
             raise CertificateError(f"the bound {claimed:.17g} of the third derivative within {r:g} is not confirmed.")
         return lift(claimed)
@@ -179,8 +182,8 @@ class ProvedChain:
 
 def _confirm(name: str, gram: Symmetric, claimed: Any) -> None:
     """That no singular value is above the lower end of what is claimed."""
-    low = float(claimed.lo)
-    if not (low >= 0.0 and gram.largest_at_most(float(np.square(lift(low)).lo))):
+    low = float(lower(claimed))
+    if not (low >= 0.0 and gram.largest_at_most(float(lower(lift(low) ** 2)))):
         raise CertificateError(f"the bound {low:.17g} of {name} is not confirmed.")
 
 

@@ -113,7 +113,8 @@ def _hessian_row(pair: _Pair, i: int) -> Any:
     past = slice(0, i + 1)
     x, y, (xx, yy) = pair.a.weighted[i], pair.b.weighted[past], pair.squares
     both, gg = 1.0 + 2.0 * pair.s[i, past], pair.gg[i, past]
-    kap = both[:, None] * _products(x, y) - 2.0 * (_products(xx[i], y) + _products(x, yy[past]))
+    both_x = _products(np.concatenate([x, xx[i]]), y)
+    kap = both[:, None] * both_x[: len(x)] - 2.0 * (both_x[len(x) :] + _products(x, yy[past]))
     kap = kap + 2.0 * pair.za[i, :, past][:, :, None] * pair.zb[past, :, i]
     Va, Vb = pair.Va[past].T[:, :, None], pair.Vb[i]
     left, right = pair.kap
@@ -132,7 +133,7 @@ def _filled(heads: list[EnclosedHead], row: Row) -> Symmetric:
         for line in pairs:
             for pair in line:
                 block = row(pair, i)
-                e, m, f = block.shape
+                e, f = block.shape[0], block.shape[2]
                 if pair.b.W is not None:
                     block = matmul(block.reshape(-1, f), pair.b.W.T)
                 block = block.reshape(e, -1)
@@ -140,5 +141,3 @@ def _filled(heads: list[EnclosedHead], row: Row) -> Symmetric:
                 total = block if total is None else total + block
         G.put(slice(i * size, (i + 1) * size), slice(0, (i + 1) * size), total)
     return G
-
-

@@ -41,9 +41,7 @@ def _joined(tops: Any, pairs: Any) -> Any:
 
 def _form_shares(heads: list[EnclosedHead]) -> list[Any]:
     """``a_h^2 sum t / t_h``."""
-    guess = [
-        h.a * float(upper(h.size_W)) * float(np.sqrt(upper((h.P**2 * h.Y**2).sum(axis=1)).max())) for h in heads
-    ]
+    guess = [h.a * float(upper(h.size_W)) * float(np.sqrt(upper((h.P**2 * h.Y**2).sum(axis=1)).max())) for h in heads]
     t = [g + 1e-6 * max(guess) + 1e-300 for g in guess]
     total = lift(np.array(t)).sum()
     return [lift(h.a) ** 2 * (total / x) for h, x in zip(heads, t, strict=True)]

@@ -264,7 +264,6 @@ def _near(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     hypotheses="softmax and rotary heads, token-wise maps, residuals, compositions; n equal atoms near given tokens; p = 2",
     applies=every(order_two, _near),
     closed=False,
-    rigorous=False,
 )
 def _best(attention: AttentionMap, near: NearMeasure, n: int, p: float, effort: str) -> Certificate:
     return certify(attention, near.points, radius=near.radius, kind="constant")
