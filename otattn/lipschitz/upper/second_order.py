@@ -237,7 +237,8 @@ def _problem(statement: Statement) -> dict[str, Any]:
 
 def _unproved(map: Any, domain: Any) -> str | None:
     """Why there is no rigorous evaluation; None where there is one."""
-    return why_not_proved(map, domain.points) if isinstance(domain, NearMeasure) else None
+    known = isinstance(map, AttentionMap) and isinstance(domain, NearMeasure)
+    return why_not_proved(map, domain.points) if known else None  # a statement that was altered is refused as any other
 
 
 @dual_function("second_order", exact=_unproved)
