@@ -83,6 +83,7 @@ STORIES = {
     "papers": 1,
     "constants": 2,
     "near": 3,
+    "rigorous": 3,
     "local": 3,
     "upper": 3,
     "lower": 3,

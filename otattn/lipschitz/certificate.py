@@ -26,6 +26,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.theorem import Quantity, check_count
 
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], Any]
+Coverage = Callable[[Any, Any], "str | None"]
+"""Why a relaxation does not run on balls and intervals for a map and a domain; None where it does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +55,17 @@ class Statement:
 ProblemFunction = Callable[[Statement], dict[str, Any]]
 
 _DUAL_FUNCTIONS: dict[str, DualFunction] = {}
-_EXACT: set[str] = set()
+_EXACT: dict[str, Coverage | None] = {}
 _QUANTITIES: dict[str, Quantity] = {}
 _PROBLEMS: dict[str, ProblemFunction] = {}
 
 
 def dual_function(
-    name: str, *, exact: bool = False, quantity: Quantity = "lipschitz"
+    name: str, *, exact: bool | Coverage = False, quantity: Quantity = "lipschitz"
 ) -> Callable[[DualFunction], DualFunction]:
     """Register a relaxation's dual function ``(problem, multipliers) -> proved upper bound``, numpy only.
 
-    ``exact`` says that it runs on balls and intervals too, ``quantity`` what it bounds.
+    ``exact`` says that it runs on balls and intervals too, or for which maps, ``quantity`` what it bounds.
     """
 
     def register(function: DualFunction) -> DualFunction:
@@ -71,7 +73,7 @@ def dual_function(
         _DUAL_FUNCTIONS[name] = function
         _QUANTITIES[name] = quantity
         if exact:
-            _EXACT.add(name)
+            _EXACT[name] = None if isinstance(exact, bool) else exact
         return function
 
     return register
@@ -170,7 +172,19 @@ class Certificate(Bound):
 
     @property
     def _has_exact(self) -> bool:
-        return self.relaxation in _EXACT
+        return self.relaxation in _EXACT and self._uncovered() is None
+
+    def _uncovered(self) -> str | None:
+        coverage = _EXACT.get(self.relaxation)
+        return None if coverage is None else coverage(self.attention, self.domain)
+
+    def _check_exact(self) -> None:
+        if self.relaxation in _EXACT and (why := self._uncovered()) is not None:
+            raise ValueError(
+                f"no rigorous evaluation of {self.relaxation!r} is offered for this map: {why}; verify() checks it in float64 "
+                "with margins for rounding."
+            )
+        super()._check_exact()
 
     def _proves(self, rigorous: bool) -> bool:
         if self.kind != "upper" or not np.isfinite(self.value):

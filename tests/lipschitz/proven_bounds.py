@@ -14,6 +14,7 @@ import pytest
 from otattn import bounds
 from otattn.attention import (
     MLP,
+    Compose,
     ExponentialAttention,
     FeedForward,
     GatedAttention,
@@ -239,6 +240,9 @@ def searched() -> dict[str, Maker]:
         out[f"two_tokens-{name}-{place}"] = functools.partial(relaxations.two_tokens, head, domain=domain)
         for p in (1.0, 2.0, 4.0, math.inf):
             out[f"mean_field-{name}-{place}-{p}"] = functools.partial(relaxations.mean_field, head, domain=domain, p=p)
+    tokens = DOMAINS["points"].points
+    out["second_order"] = lambda: certify(BIASED, tokens, radius=1e-3, kind="constant")
+    out["second_order/pairs"] = lambda: certify(BIASED, tokens, radius=1e-3)
     return out
 
 
@@ -252,8 +256,10 @@ def float_only() -> dict[str, Maker]:
         "near_tokens-global": lambda: relaxations.near_tokens(
             SOFTMAX, tokens, 0.5, global_bound=bounds.row_bound(SOFTMAX, radius=1.5, n=4)
         ),
-        "second_order": lambda: certify(BIASED, tokens, radius=0.02, kind="constant"),
-        "second_order/pairs": lambda: certify(BIASED, tokens, radius=0.02),
+        "second_order-stack": lambda: certify(
+            Compose(RMSNorm(np.ones(3)), BIASED), tokens, radius=1e-3, kind="constant"
+        ),
+        "second_order/pairs-residual": lambda: certify(Residual(SoftmaxAttention(A, A)), tokens, radius=1e-3),
     }
 
 

@@ -20,7 +20,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy import special
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic._interval_kernels import KERNELS, Pair, power, repaired, xlogx
+from otattn.lipschitz.arithmetic._interval_kernels import KERNELS, Pair, magnitudes, power, repaired, xlogx
 from otattn.lipschitz.arithmetic._interval_truth import Truth
 
 
@@ -165,6 +165,16 @@ class Interval(NDArrayOperatorsMixin):
     def ravel(self) -> Interval:
         """The same intervals in one row."""
         return self.reshape(-1)
+
+    def spectral_norm(self) -> Interval:
+        """An upper bound of the largest singular value of a matrix, proved, above it by rounding only."""
+        from otattn.lipschitz.arithmetic.eigenvalues import largest_eigenvalue
+
+        if not np.any(magnitudes((self.lo, self.hi))[1]):
+            return Interval.exact(0.0)
+        gram = self @ self.T if self.shape[0] <= self.shape[1] else self.T @ self
+        out: Any = np.sqrt(Interval.exact(max(largest_eigenvalue(gram), 0.0)))
+        return out
 
     def copy(self) -> Interval:
         """Fresh ends."""

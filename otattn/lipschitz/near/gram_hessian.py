@@ -62,7 +62,7 @@ def hessian_norm(heads: list[HeadAtTokens]) -> Hessian:
     n, eps, sinks = heads[0].n, rounding(heads), sink_terms(heads)
     heads = [h.moving for h in heads]
     G = with_outputs(heads, _row)
-    low, high = largest_eigenvalue(G, 1e-3) if fits(heads) else likely_largest(G, FAILURE)
+    low, high = largest_eigenvalue(G, 1e-7) if fits(heads) else likely_largest(G, FAILURE)
     norms = output_norms(heads)
     lost, moved = np.zeros((n, n)), np.zeros(n)
     for a, u in zip(heads, norms, strict=True):

@@ -26,17 +26,20 @@ monotone in these.
 
 A sink (the last column) does not move: it is left out where the coefficient is that of a token's move.
 
-Rounding: sums of non-negative terms, whose relative error is counted; a difference keeps that of its first term.
+Rounding: sums of non-negative terms, whose relative error is counted; a difference keeps that of its first term. The same
+formulas run on intervals, where it is counted operation by operation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import spectral_norm_upper
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, lower, upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.capped import CapTerms
 from otattn.lipschitz.near.head import HeadAtTokens
@@ -46,21 +49,23 @@ __all__ = ["ThirdOrder", "third_order"]
 Array = NDArray[np.float64]
 _WIDE = 50.0
 """Logit changes from which nothing useful is known."""
+_EXP = 64.0
+"""Rounding of an exponential, in eps, with room for what intervals allow it."""
 
 
 @dataclass(frozen=True, eq=False)
 class ThirdOrder:
     """What ``D3(r)`` is made of: bounds of the weights ``(n, n)``, of ``|g|``, ``|y|``, ``|k|``, of the largest standard deviations
-    of values and keys ``(n,)``, and the norms of A and V.
+    of values and keys ``(n,)``, and the norms of A and V. Floats, or intervals.
     """
 
-    low: Array
-    high: Array
-    G: Array
-    Y: Array
-    K: Array
-    sd_v: Array
-    sd_k: Array
+    low: Any
+    high: Any
+    G: Any
+    Y: Any
+    K: Any
+    sd_v: Any
+    sd_k: Any
     a: float
     v: float
     cap: CapTerms | None = None
@@ -76,7 +81,7 @@ class ThirdOrder:
             value = moved.others() + moved.own()
             if self.cap is not None:
                 value += self.cap.terms(moved.p, moved.G, moved.Y, moved.K, self.a, self.v, r)
-            value *= 1.0 + 64.0 * (len(self.G) + 16) * EPS
+            value = float(upper(_raised(value, 64.0 * (len(self.G) + 16))))
         return value if value == value else float("inf")
 
 
@@ -96,34 +101,41 @@ def third_order(h: HeadAtTokens) -> ThirdOrder:
     return ThirdOrder(low, h.weights, G, Y, K, sd[0], sd[1], h.a, h.v, cap)
 
 
-def _rest(x: Array) -> Array:
-    """``sum_{k != j} x_k`` row by row, rounded upward."""
-    return np.asarray(np.maximum(x.sum(axis=1, keepdims=True) * (1.0 + 4.0 * len(x) * EPS) - x, 0.0))
+def _raised(x: Any, count: float) -> Any:
+    """``x`` raised by ``count eps`` of itself; an interval as it is."""
+    return x if is_interval(x) else x * (1.0 + count * EPS)
 
 
-def _norm(x: Array) -> Array:
-    return np.asarray(np.sqrt((x**2).sum(axis=1)))
+def _rest(x: Any) -> Any:
+    """``sum_{k != j} x_k`` row by row, nothing subtracted, rounded upward."""
+    m = x.shape[1]
+    return _raised(x @ (1.0 - np.eye(m)), 4.0 * m)
 
 
-def _off(x: Array, z: Array) -> Array:
+def _norm(x: Any) -> Any:
+    return np.sqrt((x**2).sum(axis=1))
+
+
+def _off(x: Any, z: Any) -> Any:
     """Norm of the matrix ``x_j z_k``, j != k, row by row."""
-    both = (x**2).sum(axis=1) * (z**2).sum(axis=1) * (1.0 + 8.0 * len(x) * EPS)
-    return np.asarray(np.sqrt(np.maximum(both - (x**2 * z**2).sum(axis=1), 0.0)))
+    return np.sqrt((x**2 * _rest(z**2)).sum(axis=1))
 
 
 @dataclass(frozen=True, eq=False)
 class _Moved:
     """The quantities of the proof over the ball of radius r."""
 
-    low: Array
-    p: Array
-    G: Array
-    Y: Array
-    K: Array
-    sd_v: Array
-    sd_k: Array
+    low: Any
+    p: Any
+    G: Any
+    Y: Any
+    K: Any
+    sd_v: Any
+    sd_k: Any
     a: float
     v: float
+    top: NDArray[np.intp]
+    """Another token of large weight in each row; any will do."""
 
     @classmethod
     def by(cls, h: ThirdOrder, r: float) -> _Moved | None:
@@ -131,37 +143,40 @@ class _Moved:
         G = h.G + h.a * r
         here, real = np.eye(n, m), np.arange(m) < n
         own = np.maximum(np.abs(here - np.diag(h.high)[:, None]), np.abs(here - np.diag(h.low)[:, None]))
-        square = (h.high[:, :n] ** 2).sum(axis=1)[:, None] * (1.0 + 4.0 * n * EPS)
+        square = np.diag(_rest(h.high[:, :n] ** 2))[:, None]
         # sum over k != i of ([k = j] - P_ik)^2: for j != i it has the term (1 - P_ij)^2 in place of P_ij^2
-        others = (
-            square - np.diag(h.low)[:, None] ** 2 + real * (1.0 - here) * (1.0 - 2.0 * h.low + 2.0 * (h.high - h.low))
-        )
+        others = square + real * (1.0 - here) * (1.0 - 2.0 * h.low + 2.0 * (h.high - h.low))
         E = r * np.sqrt((h.K + G[:, None] * own) ** 2 + G[:, None] ** 2 * np.maximum(others, 0.0)) * (1.0 + 16.0 * EPS)
         slip, keys = np.zeros(n), np.zeros(n)  # changes of the slopes of a cap, and raw keys
         if h.cap is not None:
             keys = h.cap.keys + h.a * r
             slip = h.cap.bends(keys + G, r) * r * (keys + G)
             E += (r * slip * (keys + G))[:, None]
-        if not (E.max() < _WIDE):
+        if not (upper(E).max() < _WIDE):
             return None
-        grown = h.high * np.exp(E)
+        grown = _raised(h.high * np.exp(E), _EXP)
         p = np.minimum(grown, 1.0)
-        low = h.low * np.exp(-E) / np.maximum(grown.sum(axis=1), 1.0)[:, None] * (1.0 - 8.0 * n * EPS)
-        root = np.exp(0.5 * np.where(h.high > 0.0, E, 0.0).max(axis=1))
+        low = _raised(h.low * np.exp(-E) / np.maximum(grown.sum(axis=1), 1.0)[:, None], -8.0 * n - 2.0 * _EXP)
+        root = np.exp(0.5 * np.where(upper(h.high) > 0.0, E, 0.0).max(axis=1))
         sd_v, sd_k = root * h.sd_v + h.v * r, root * h.sd_k + h.a * r + slip * keys
         spread = sd_k + G * np.sqrt(p.max(axis=1))
         Y = h.Y + (r * (np.sqrt(2.0) * h.v + sd_v * spread))[:, None]
         K = h.K + (r * (np.sqrt(2.0) * h.a + sd_k * spread) + 2.0 * slip * keys)[:, None]
-        return cls(low, p, G, Y, K, sd_v, sd_k, h.a, h.v)
+        # by the weights at the tokens: over the ball several may be 1
+        top = np.where((here > 0.0) | ~real, 0.0, upper(h.high)).argmax(axis=1)
+        if is_interval(p):  # bounds all of them: their ends
+            low = lift(lower(low))
+            p, G, Y, K, sd_v, sd_k = (lift(upper(x)) for x in (p, G, Y, K, sd_v, sd_k))
+        return cls(low, p, G, Y, K, sd_v, sd_k, h.a, h.v, top)
 
     @property
-    def others_move(self) -> Array:
+    def others_move(self) -> Any:
         """The weights of the tokens but the row's own."""
         n, m = self.p.shape
         rows, columns = np.arange(n)[:, None], np.arange(m)
         return np.where((rows == columns) | (columns >= n), 0.0, self.p)
 
-    def largest(self, *coefficients: float) -> Array:
+    def largest(self, *coefficients: float) -> Any:
         """Largest absolute value of a polynomial of degree at most 2 over each ``[low, p]``."""
         c0, c1, c2 = (*coefficients, 0.0, 0.0)[:3]
         ends = [np.abs(c0 + c1 * x + c2 * x * x) for x in (self.low, self.p)]
@@ -170,9 +185,9 @@ class _Moved:
             vertex = -c1 / (2.0 * c2)
             inside = (self.low < vertex) & (vertex < self.p)
             out = np.where(inside, np.maximum(out, abs(c0 - c1 * c1 / (4.0 * c2))), out)
-        return np.asarray(out + 8.0 * EPS)
+        return out + 8.0 * EPS
 
-    def others(self) -> float:
+    def others(self) -> Any:
         """The terms without the row's own token."""
         p = self.others_move
         v, Y, g = self.v, self.Y, self.G[:, None]
@@ -182,16 +197,16 @@ class _Moved:
         B = 3.0 * v * g**2 * p * two * np.sqrt((1.0 - self.low) ** 2 + 9.0 * P_rest**2)
         alone = pY * self.largest(1.0, -6.0, 6.0)
         B += g**3 * np.sqrt(alone**2 + 9.0 * p**2 * (Y * self.largest(1.0, -4.0) * P_rest + two * Y_rest) ** 2)
-        rows, top = np.arange(len(p)), p.argmax(axis=1)
+        rows, top = np.arange(len(p)), self.top
         rest, rest_Y = p.copy(), pY.copy()
         rest[rows, top] = rest_Y[rows, top] = 0.0
         pairs, pairs_Y, G = _off(rest, rest), _off(rest_Y, rest), self.G
         M = (6.0 * v * G**2 * pairs)[:, None] * rest + (6.0 * G**3 * pairs)[:, None] * rest_Y
         first = 18.0 * v * G**2 * pairs + 12.0 * G**3 * (0.5 * Y[rows, top] * pairs + pairs_Y)
         M[rows, top] = first * p[rows, top]
-        return float(_norm(B.T).max(initial=0.0)) + float(spectral_norm_upper(M))
+        return _norm(B.T).max(initial=0.0) + spectral_norm_upper(M)
 
-    def own(self) -> float:
+    def own(self) -> Any:
         """The terms with the row's own token."""
         here = np.arange(len(self.p))[:, None] == np.arange(self.p.shape[1])
         a, v, Y, G = self.a, self.v, self.Y, self.G
@@ -220,23 +235,22 @@ class _Moved:
         x = 6.0 * v * g * K + 3.0 * g**2 * Y * K + 6.0 * g * a * Y
         c12 = _top_rows(p, d, x, 6.0 * v * a + 6.0 * G**2 * cov, 3.0 * g**2, Y, K)
         c21_norm = _norm(p * c21)
-        return float((0.5 * (c12 + c30) + np.hypot(0.5 * (c12 - c30), 0.5 * c21_norm)).max(initial=0.0))
+        return (0.5 * (c12 + c30) + np.hypot(0.5 * (c12 - c30), 0.5 * c21_norm)).max(initial=0.0)
 
 
-def _top_rows(p: Array, d: Array, x: Array, c: Array, f: Array, Y: Array, K: Array) -> Array:
+def _top_rows(p: Any, d: Any, x: Any, c: Any, f: Any, Y: Any, K: Any) -> Any:
     """Row by row the norm of ``Q = diag d + (p_j p_k (x_j + x_k + c + f (Y_j K_k + Y_k K_j)))_{j != k}``, from above."""
-    twice = p**2 * (2.0 * x + c[:, None] + 2.0 * f * Y * K)
-    size = float(np.max(d + twice, initial=0.0))
-    z = np.sqrt(d + twice) + 1e-3 * np.sqrt(size) + 1e-300
+    diagonal = upper(d + p**2 * (2.0 * x + c[:, None] + 2.0 * f * Y * K))
+    z = np.sqrt(diagonal) + 1e-3 * np.sqrt(diagonal.max(initial=0.0)) + 1e-300
 
-    def times(z: Array) -> Array:
-        pz, xz, kz, yz = ((p * part * z).sum(axis=1, keepdims=True) for part in (1.0, x, K, Y))
-        whole = p * (x * pz + xz + c[:, None] * pz + f * (Y * kz + K * yz))
-        return np.asarray(d * z + np.maximum(whole * (1.0 + 8.0 * len(p) * EPS) - twice * z, 0.0))
+    def times(z: Array) -> Any:
+        pz, xz, kz, yz = (_rest(p * part * z) for part in (1.0, x, K, Y))
+        return d * z + p * (x * pz + xz + c[:, None] * pz + f * (Y * kz + K * yz))
 
-    best = np.full(len(p), np.inf)
+    best: Any = np.full(len(p), np.inf)
     for _ in range(6):
-        image = times(z)
+        image: Any = times(z)
         best = np.minimum(best, (image / z).max(axis=1))
+        image = upper(image)
         z = image / np.maximum(image.max(axis=1, keepdims=True), 1e-300) + 1e-4 * z / z.max(axis=1, keepdims=True)
     return best

@@ -22,6 +22,9 @@ their values, and of LayerNorm (1e-10), is allowed for and not enclosed ("margin
 products are bounded by Lanczos iterations that fail with a stated probability over their random starts, under the model of
 rounding of :func:`~otattn.operators.spectral_norm_bounds`; derivatives and remainders are as before ("probabilistic").
 ``details["how"]`` says which.
+
+``verify(rigorous=True)`` (extra ``proof``) proves every number of the first kind again in ball and interval arithmetic
+(:mod:`~otattn.lipschitz.rigorous.chain`); of token-wise maps and of stacks it says that there is no such evaluation.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from otattn.lipschitz.containment import NearMeasure
 from otattn.lipschitz.hypotheses import every, order_two
 from otattn.lipschitz.near.build import chain_at, why_not
 from otattn.lipschitz.near.stack import Chain
+from otattn.lipschitz.rigorous.chain import ProvedChain, proved_chain, why_not_proved
 from otattn.lipschitz.theorem import theorem
 from otattn.measures import as_discrete
 
@@ -191,7 +195,7 @@ def _chain(statement: Statement) -> Chain:
         return chain_at(statement.attention, statement.domain.points)
 
 
-def _value(chain: Chain, points: Array, radius: float, kind: str, causal: bool) -> float:
+def _value(chain: Chain | ProvedChain, points: Array, radius: float, kind: str, causal: bool) -> float:
     r = math.sqrt(len(points)) * radius * (1.0 + 4.0 * EPS)
     if kind == "pairs":
         return chain.stretch(r)
@@ -226,15 +230,24 @@ def _problem(statement: Statement) -> dict[str, Any]:
             "a certificate of second order is about p = 2 and the ball around given tokens; it was altered."
         )
     fresh = _statement(statement.attention, near.points, near.radius, 2.0, "pairs")
-    return {"chain": _chain(fresh), "near": near, "causal": statement.attention.causal}
+    chain: Any = _chain(fresh)
+    if statement.exact:
+        chain = proved_chain(fresh.attention, near.points, chain)
+    return {"chain": chain, "near": near, "causal": statement.attention.causal}
 
 
-@dual_function("second_order")
+def _unproved(map: Any, domain: Any) -> str | None:
+    """Why there is no rigorous evaluation; None where there is one."""
+    known = isinstance(map, AttentionMap) and isinstance(domain, NearMeasure)
+    return why_not_proved(map, domain.points) if known else None  # a statement that was altered is refused as any other
+
+
+@dual_function("second_order", exact=_unproved)
 def _constant(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     return _value(problem["chain"], problem["near"].points, problem["near"].radius, "constant", problem["causal"])
 
 
-@dual_function("second_order/pairs", quantity="pairs")
+@dual_function("second_order/pairs", exact=_unproved, quantity="pairs")
 def _pairs(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> float:
     return _value(problem["chain"], problem["near"].points, problem["near"].radius, "pairs", problem["causal"])
 
@@ -254,7 +267,6 @@ def _near(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     "tokens; p = 2",
     applies=every(order_two, _near),
     closed=False,
-    rigorous=False,
 )
 def _best(attention: AttentionMap, near: NearMeasure, n: int, p: float, effort: str) -> Certificate:
     return certify(attention, near.points, radius=near.radius, kind="constant")

@@ -1,0 +1,1 @@
+"""Certificates near given tokens, proved in ball and interval arithmetic from the floats as exact numbers."""
