@@ -28,7 +28,6 @@ from otattn.measures import (
 
 if TYPE_CHECKING:
     from otattn.attention.head import Arithmetic, Head
-    from otattn.measures import Domain
 
 __all__ = ["AttentionMap", "Drift", "Measure", "as_attention"]
 
@@ -92,8 +91,8 @@ class AttentionMap(Saved, ABC):
     1.0
     """
 
-    domain: Domain | None = None
-    """Where the tokens of a head of a checkpoint are, behind its normalisation: taken by constants when no domain is given."""
+    domain: Any = None
+    """The domain of the tokens of a checkpoint's head, behind its normalisation: that of its constants when none is given."""
     maskable: bool = False
     """True when the map has a causal form: ``_apply``, ``_field`` and ``_jacobian`` obey ``times``."""
 
