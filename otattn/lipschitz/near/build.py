@@ -24,6 +24,7 @@ from otattn.lipschitz.near.heads import Heads, heads_at, heads_expansion, softma
 from otattn.lipschitz.near.normed import BlockNorms
 from otattn.lipschitz.near.rotary import Lift, lifted, rotary_heads
 from otattn.lipschitz.near.scores import bare, score_heads, why_no_scores
+from otattn.lipschitz.near.segment import Run
 from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms
 from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
 
@@ -66,7 +67,10 @@ def chain_at(map: AttentionMap, tokens: Array) -> Chain:
     proved; above, they are bounded with a stated probability, in coordinates chosen for the stack, but for that of
     one attention map whose Gram matrix fits.
     """
-    return _chain(_path(map, tokens), None, None)
+    path = _path(map, tokens)
+    whole = _segments(path)
+    small = all(p.jacobian.matrix is not None for p in path)
+    return _chain(path if small and len(whole) > 1 else whole, None, None)
 
 
 def _path(map: AttentionMap, x: Array) -> list[_Point]:
@@ -145,7 +149,25 @@ class _Point:
         return Stage(self.jacobian, self.expansion(left, right), a * self.jacobian_error * b, a * self.image_error)
 
 
-def _own(map: TokenwiseMap) -> BlockNorms | Experts | None:
+def _segments(path: list[_Point]) -> list[_Point | Run]:
+    """Attention and the token-wise maps that follow it as one stage."""
+    out: list[list[_Point]] = []
+    for p in path:
+        follows = isinstance(_alone(p).map, TokenwiseMap) and _own(_alone(p).map) is None
+        if out and _alone(out[-1][0]).heads is not None and follows:
+            out[-1].append(p)
+        else:
+            out.append([p])
+    return [part[0] if len(part) == 1 else Run.of(part, [_alone(p) for p in part]) for part in out]
+
+
+def _alone(p: _Point) -> _Point:
+    """The one stage of a residual map, or the stage itself."""
+    single = isinstance(p.map, Residual) and len(p.branches[0]) == 1
+    return p.branches[0][0] if single else p
+
+
+def _own(map: Any) -> BlockNorms | Experts | None:
     """What has an expansion of its own."""
     return map if isinstance(map, BlockNorms) else experts(map)
 
@@ -168,7 +190,7 @@ class _Branches:
         return abs(self.scale) * sum(f.growth(r, off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
 
 
-def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
+def _chain(path: Sequence[_Point | Run], left: Side, right: Side) -> Chain:
     """The chain of ``left f(right z)``."""
     S = len(path)
     parts = [p.jacobian for p in path]
@@ -181,14 +203,15 @@ def _chain(path: list[_Point], left: Side, right: Side) -> Chain:
     stages = [p.stage(frames[a + 1].Q, frames[a].P_inverse) for a, p in enumerate(path)]
     known: list[float | None] = [None] * S
     plain = left is None and right is None
-    if plain and S == 1 and path[0].heads is not None and fits(path[0].heads.heads):
-        known[0] = jacobian_norm(path[0].heads.heads)[1]
+    heads = path[0].heads
+    if plain and S == 1 and heads is not None and fits(heads.heads):
+        known[0] = jacobian_norm(heads.heads)[1]
     norms = norm_table(parts, frames, known)
     norms[0, 0] = norms[S, S] = 1.0
     return chain_of(stages, norms, how="probabilistic" if known[0] is None else "proved")
 
 
-def _tokenwise(path: Sequence[_Point]) -> bool:
+def _tokenwise(path: Sequence[_Point | Run]) -> bool:
     """Whether token-wise maps are among the stages: suprema of their derivatives are rounded up, not enclosed."""
     return any(isinstance(p.map, TokenwiseMap) or any(map(_tokenwise, p.branches)) for p in path)
 

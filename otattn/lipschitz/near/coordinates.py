@@ -12,7 +12,7 @@ from otattn.lipschitz.near.largest_eigenvalue import FAILURE
 from otattn.lipschitz.near.stack import Linear
 from otattn.operators import spectral_norm_bounds
 
-__all__ = ["PLAIN", "Frame", "frames_of", "norm_table"]
+__all__ = ["PLAIN", "Frame", "frames_of", "likely_norm", "norm_table", "roots_of"]
 
 Array = NDArray[np.float64]
 PROBES = 24
@@ -76,13 +76,13 @@ def frames_of(parts: list[Linear]) -> list[Frame]:
             after[a] += g.T @ g / (n * PROBES)
     frames = [PLAIN]
     for a in range(1, S):
-        P_inverse, P = _roots(before[a])
-        Q, Q_inverse = _roots(after[a])
+        P_inverse, P = roots_of(before[a])
+        Q, Q_inverse = roots_of(after[a])
         frames.append(Frame(P, P_inverse, Q, Q_inverse))
     return [*frames, PLAIN]
 
 
-def _roots(M: Array) -> tuple[Array, Array]:
+def roots_of(M: Array) -> tuple[Array, Array]:
     """``(M + floor)^{1/2}`` and its inverse."""
     w, E = np.linalg.eigh(M)
     w = np.maximum(w, 0.0) + FLOOR * max(float(w.mean()), 1e-300)
@@ -101,15 +101,18 @@ def norm_table(parts: list[Linear], frames: list[Frame], known: list[float | Non
             if single is not None:
                 norms[a, b] = single
             elif a == 0 or b == S or b in anchors or not between:
-                norms[a, b] = _likely(parts[a:b], frames[b].P, frames[a].Q_inverse)
+                norms[a, b] = likely_norm(parts[a:b], frames[b].P, frames[a].Q_inverse)
             else:
                 c = max(between)
                 norms[a, b] = norms[a, c] * frames[c].back * norms[c, b]
     return norms
 
 
-def _likely(parts: list[Linear], left: Array | None, right: Array | None) -> float:
-    """The norm of a product of operators, first factor first, by Lanczos with a stated probability."""
+def likely_norm(parts: list[Linear], left: Array | None, right: Array | None) -> float:
+    """The norm of a product of operators, first factor first, by Lanczos with a stated probability.
+
+    ``left`` is a matrix, or one for each token ``(n, D, e)``.
+    """
     n, d, e = parts[0].shape[0], parts[0].shape[1], parts[-1].shape[2]
 
     def forward(v: Array) -> Array:
@@ -117,11 +120,14 @@ def _likely(parts: list[Linear], left: Array | None, right: Array | None) -> flo
         w = w if right is None else w @ right.T
         for p in parts:
             w = p.jvp(w)
-        return np.asarray(w if left is None else w @ left.T).ravel()
+        if left is not None:
+            w = w @ left.T if left.ndim == 2 else np.matmul(left, w[:, :, None])[:, :, 0]
+        return np.asarray(w).ravel()
 
     def backward(g: Array) -> Array:
         w = np.asarray(g).reshape(n, e)
-        w = w if left is None else w @ left
+        if left is not None:
+            w = w @ left if left.ndim == 2 else np.matmul(w[:, None, :], left)[:, 0]
         for p in reversed(parts):
             w = p.vjp(w)
         return np.asarray(w if right is None else w @ right).ravel()

@@ -27,7 +27,7 @@ from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.lipschitz.near.head import HeadAtTokens, rounding
 from otattn.lipschitz.near.largest_eigenvalue import largest_eigenvalue
 
-__all__ = ["LARGEST_GRAM", "LARGEST_PRODUCTS", "fits", "jacobian_norm", "output_norms", "with_outputs"]
+__all__ = ["LARGEST_GRAM", "LARGEST_PRODUCTS", "fits", "jacobian_norm", "output_norms", "row_grams", "with_outputs"]
 
 Array = NDArray[np.float64]
 Row = Callable[[HeadAtTokens, HeadAtTokens, int], Array]
@@ -82,9 +82,9 @@ def with_outputs(heads: list[HeadAtTokens], row: Row) -> Array:
     return G.reshape(n * size, n * size)
 
 
-def _row(a: HeadAtTokens, b: HeadAtTokens, i: int) -> Array:
-    """``(J_a J_b^T)_il`` for l <= i."""
-    past = slice(0, i + 1)
+def _row(a: HeadAtTokens, b: HeadAtTokens, i: int, first: int = 0) -> Array:
+    """``(J_a J_b^T)_il`` for first <= l <= i."""
+    past = slice(first, i + 1)
     P, g, y = b.P[past], b.g[past], b.y[past]
     pq = a.P[i] * P
     out = pq.sum(axis=1)[:, None, None] * (a.V @ b.V.T)
@@ -97,8 +97,45 @@ def _row(a: HeadAtTokens, b: HeadAtTokens, i: int) -> Array:
     out += (P[:, i, None] * (g @ a.field[i].T))[:, :, None] * y[:, i, None, :]
     out += a.P[i, past, None, None] * (a.V @ np.swapaxes(b.field[past], 1, 2))
     out += (a.P[i, past, None] * a.y[i, past])[:, :, None] * (b.field[past] @ a.g[i])[:, None, :]
-    out[i] += a.field[i] @ b.field[i].T
+    out[-1] += a.field[i] @ b.field[i].T
     return np.asarray(out)
+
+
+def row_grams(heads: list[HeadAtTokens], scale: float = 1.0, residual: Array | None = None) -> Array:
+    """``(n, D, D)``: matrices above ``J_i J_i^T``, ``J_i`` the rows of token i of ``scale`` times the sum of the heads.
+
+    With ``residual`` a matrix ``(D, d)`` that token i itself passes through is added to ``J_i``. The errors of the floats move ``J_i``
+    by a matrix of norm at most m, and ``(B + M)(B + M)^T <= (1 + t) B B^T + (1 + 1/t) m^2``, t = 1e-6.
+    """
+    heads = [h.levered for h in heads]
+    n, eps, norms = heads[0].n, rounding(heads), output_norms(heads)
+    outs = [h.W for h in heads]
+    size = len(heads[0].V if outs[0] is None else outs[0])
+    out = np.zeros((n, size, size))
+    lost, moved = np.zeros(n), np.zeros(n)
+    for h, w in zip(heads, norms, strict=True):
+        b, f = _sizes(h)
+        lost += w * (np.sqrt((h.weights**2).sum(axis=1)) * b + f)
+        moved += w * np.sqrt((_moved(h) ** 2).sum(axis=1))
+    for i in range(n):
+        own = np.zeros((size, heads[0].g.shape[1]))
+        for a, W in zip(heads, outs, strict=True):
+            part = np.zeros((len(a.V), size))
+            for b_, U in zip(heads, outs, strict=True):
+                block = _row(a, b_, i, i)[0]
+                part += block if U is None else block @ U.T
+            out[i] += part if W is None else W @ part
+            mine = a.P[i, i] * (a.V + np.outer(a.y[i, i], a.g[i])) + a.field[i]
+            own += mine if W is None else W @ mine
+        out[i] *= scale**2
+        if residual is not None:
+            cross = scale * own @ residual.T
+            out[i] += cross + cross.T + residual @ residual.T
+    size_I = 0.0 if residual is None else float(norm_upper(residual))
+    more = eps * (abs(scale) * lost + size_I) ** 2 * 1.000002 + 1.000002e6 * (scale * moved) ** 2
+    out = 0.5000005 * (out + np.swapaxes(out, 1, 2))
+    out[:, np.arange(size), np.arange(size)] += more[:, None]
+    return out
 
 
 def _sizes(h: HeadAtTokens) -> tuple[Array, Array]:

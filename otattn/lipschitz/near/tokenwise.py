@@ -11,9 +11,11 @@ of ``Y / |Y|``, ``Y = (y, sqrt(d eps))``. In the plane of Y and the direction wi
 
 **Perceptrons** ``W phi(U x + b)``. ``zeta . D^2 f [D, E] = sum_h (W^T zeta)_h phi''(s_h) <u_h, D> <u_h, E>``, at most the
 Frobenius norm of ``sum_h c_h u_h u_h^T``, whose square is ``c^T (U U^T)^{o2} c`` (entrywise square): ``C^2 = lambda_max(W D (U
-U^T)^{o2} D W^T)``, ``D = diag phi''(s)``. ``|D^3 f|`` at the tokens the same with phi''' and ``(U
-U^T)^{o3}``, plus ``r sup |phi''''| max_h |u_h|^3 ||W|| ||U||`` on the ball, since ``|<u_h, D>|^4 <= |u_h|^3 |<u_h, D>|``, and at most
-``sup |phi'''| max_h |u_h|^2 ||W|| ||U||``. Gated, ``W (phi(G x + g) * (U x + b))``: the forms are
+U^T)^{o2} D W^T)``, ``D = diag phi''(s)``. ``|D^3 f|`` at the tokens the same with phi''' and ``(U U^T)^{o3}``. On the ball phi'''
+moves by at most ``sup |phi''''| |<u_h, E>|``, ``|E| <= r``, and ``sum_h <u_h, E>^2 <u_h, D>^6 <= r^2 s_4`` by Hoelder, where
+``sum_h <u_h, D>^{2k} <= s_k``: ``s_k`` is the norm of the Gram matrix ``(U U^T)^{ok}`` of the tensors ``u_h^{ok}``, at most its
+largest row sum, and at most ``max |u_h|^{2k - 2} ||U||^2``. So ``r sup |phi''''| ||W|| s_4^{1/2}`` is added, and
+``sup |phi'''| ||W|| s_3^{1/2}`` is a bound everywhere. Gated, ``W (phi(G x + g) * (U x + b))``: the forms are
 ``phi''(s) t g g^T + phi'(s) (g u^T + u g^T)`` with ``t = U x + b``, and
 ``D3(r) = max_h (|g_h|^2 sup|phi'''| (|t_h| + |u_h| r) ||G|| + 3 |g_h|^2 sup|phi''| ||U||) ||W||``.
 
@@ -149,11 +151,12 @@ def _smooth(p: Perceptron, seen: Perceptron, x: Array) -> Taylor:
             W, [slopes], [np.minimum(lost, 2.0 * phi.sup_second)], [(U @ U.T) ** 2], norm_W, [float(u.max()) ** 2]
         )
         size, turn = float(u.max()), _turn(p, seen)
-        crude, fourth = (sup * norm_W * norm_U * turn * (1.0 + 16.0 * EPS) for sup in (phi.sup_third, phi.sup_fourth))
-        bends = phi.third(s)
+        bends, cubes, fourths = phi.third(s), *_powers(U @ U.T, u, norm_U)
+        crude = phi.sup_third * norm_W * turn * cubes
+        fourth = phi.sup_fourth * norm_W * turn * fourths
         lost = np.minimum(phi.sup_fourth * ds + rough * (1.0 + np.abs(bends)), 2.0 * phi.sup_third)
         at = _gram_top(W, [bends], [lost], [(U @ U.T) ** 3], norm_W, [size**3]) * turn
-        return Taylor(top * turn, lambda r: min(crude * size**2, at + r * fourth * size**3))
+        return Taylor(top * turn, lambda r: min(crude, at + r * fourth))
     t, dt = _hidden(p.U, p.b, x)
     G, g = seen.G, row_norms(seen.G) * (1.0 + U.shape[1] * EPS)
     norm_G = float(spectral_norm_upper(G))
@@ -172,6 +175,16 @@ def _smooth(p: Perceptron, seen: Perceptron, x: Array) -> Taylor:
         )
 
     return Taylor(second * _turn(p, seen), third)
+
+
+def _powers(K: Array, u: Array, norm: float) -> tuple[float, float]:
+    """Upper bounds of ``(sum_h <u_h, D>^6)^{1/2}`` and ``(sum_h <u_h, D>^8)^{1/2}`` over unit D, ``K = U U^T``."""
+    lost = 4.0 * (K.shape[0] + 64) * EPS
+    size, M = float(u.max(initial=0.0)), np.abs(K) + lost * np.outer(u, u)
+    sums = (float((M**k).sum(axis=1).max(initial=0.0)) * (1.0 + lost) for k in (3, 4))
+    found = (min(float(np.sqrt(s)), size ** (k - 1) * norm) for s, k in zip(sums, (3, 4), strict=True))
+    cubes, fourths = (value * (1.0 + 16.0 * EPS) for value in found)
+    return cubes, fourths
 
 
 def _turn(p: Perceptron, seen: Perceptron) -> float:
