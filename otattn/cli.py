@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = command("report", _report, "The main job: one report on a layer, with pictures.", files=", .md and PNGs")
     report.add_argument("--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)")
+    report.add_argument("--n-jobs", type=int, default=1, help="sections at a time, -1 for all cores (default 1)")
 
     stability = command("stability", _stability, "Stability constants W_p(F(mu), F(nu)) / W_p(mu, nu) of each head.")
     stability.add_argument("--p", type=float, default=2.0, help="order of the distance, in [1, inf] (default 2)")
@@ -186,7 +187,12 @@ def _report(options: argparse.Namespace) -> None:
 
     layer = _layer(options)
     data = build_report(
-        layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=not options.quiet
+        layer,
+        options.out,
+        seed=options.seed,
+        n_pairs=max(2, options.pairs),
+        progress=not options.quiet,
+        n_jobs=options.n_jobs,
     )
     if options.json:
         say(to_json(data))
