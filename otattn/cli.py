@@ -93,7 +93,12 @@ def _report(options: Namespace) -> None:
 
     layer = _layer(options)
     data = build_report(
-        layer, options.out, seed=options.seed, n_pairs=max(2, options.pairs), progress=_progress(options)
+        layer,
+        options.out,
+        seed=options.seed,
+        n_pairs=max(2, options.pairs),
+        progress=_progress(options),
+        n_jobs=options.n_jobs,
     )
     if options.json:
         say(to_json(data))

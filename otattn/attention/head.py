@@ -207,7 +207,7 @@ class Head:
     def heated(self, factor: float) -> Head:
         """The head with its logits multiplied by a factor; floats."""
         H = None if self.H is None else factor * self.H
-        return replace(self, A=factor * self.A, c=factor * self.c, H=H, factors=None)
+        return replace(self, A=factor * self.A, c=factor * self.c, shift=abs(factor) * self.shift, H=H, factors=None)
 
     def lift(self, x: Array) -> Array:
         """A vector of ``R^r`` as one of ``R^d``."""

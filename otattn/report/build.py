@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from joblib import Parallel, delayed, effective_n_jobs
 from tqdm.auto import tqdm
 
 from otattn import _validate as check
@@ -34,6 +35,7 @@ def build_report(
     n_pairs: int = 24,
     n_tokens: int = 32,
     progress: bool = True,
+    n_jobs: int = 1,
 ) -> dict[str, Any]:
     """Measure and bound one layer; write ``report.html`` (one file, with everything in it), ``report.md``, ``report.json``
     and the pictures into ``out``.
@@ -52,6 +54,9 @@ def build_report(
         Tokens a measure in the stability study.
     progress : bool
         Show a bar on stderr.
+    n_jobs : int
+        Sections, and heads in the enclosures, at a time, through joblib; -1 for as many as there are cores. The content
+        does not depend on it.
 
     Returns
     -------
@@ -72,12 +77,21 @@ def build_report(
     start = time.perf_counter()
     heads = len(layer.heads)
     with tqdm(total=6 * heads + 4, desc="report", unit="step", disable=not progress) as bar:
-        local, growth = local_section(layer, advance=bar.update)
-        stability = stability_section(layer, seed=seed, n_pairs=n_pairs, n=n_tokens, advance=bar.update)
+        tasks = [
+            (gradient_flow_section, {"seed": seed}),
+            (local_section, {}),
+            (stability_section, {"seed": seed, "n_pairs": n_pairs, "n": n_tokens}),
+            (flow_section, {"seed": seed}),
+        ]
+        alone = effective_n_jobs(n_jobs) == 1
+        calls = (delayed(_counted)(f, layer, bar.update if alone else None, options) for f, options in tasks)
+        done = []
+        for found, steps in Parallel(n_jobs=n_jobs, return_as="generator")(calls):
+            done.append(found)
+            bar.update(0 if alone else steps)
+        structure, (local, growth), stability, depth = done
+        enclosure = enclosure_section(layer, growth, seed=seed, advance=bar.update, n_jobs=n_jobs)
         crossing = bounds_section(layer, radius=float(growth.radii.max()), advance=bar.update)
-        enclosure = enclosure_section(layer, growth, seed=seed, advance=bar.update)
-        structure = gradient_flow_section(layer, seed=seed, advance=bar.update)
-        depth = flow_section(layer, seed=seed, advance=bar.update)
     sections = summarised([enclosure, stability, local, crossing, depth, structure])
     head = {
         "layer": _name(layer),
@@ -88,6 +102,19 @@ def build_report(
         "seed": seed,
     }
     return write_report(folder, head, sections, seconds=time.perf_counter() - start)
+
+
+def _counted(section: Any, layer: SampleLayer, advance: Any, options: dict[str, Any]) -> tuple[Any, int]:
+    """A section and its steps; ``advance`` is None in another process, where there is no bar."""
+    steps = 0
+
+    def tick() -> None:
+        nonlocal steps
+        steps += 1
+        if advance is not None:
+            advance()
+
+    return section(layer, advance=tick, **options), steps
 
 
 def _name(layer: SampleLayer) -> str:
