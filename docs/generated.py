@@ -56,11 +56,12 @@ def write(folder: Path) -> None:
         put(folder / "reference" / f"{subject}.rst", reference(subject, names))
     put(folder / "theory" / "statements.rst", statements())
     put(folder / "theory" / "proofs.rst", proofs())
+    for old in (folder / "theory" / "proofs").glob("*.rst"):  # of modules that are no more
+        if old.stem not in proof_modules():
+            old.unlink()
     for module in proof_modules():
-        put(
-            folder / "theory" / "proofs" / f"{module}.rst",
-            heading(module, "=") + f"\n.. automodule:: {module}\n   :members:\n",
-        )
+        text = heading(module, "=") + f"\n.. automodule:: {module}\n   :members:\n"
+        put(folder / "theory" / "proofs" / f"{module}.rst", text)
     benchmarks(folder / "benchmarks")
 
 

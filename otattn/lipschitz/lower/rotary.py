@@ -283,11 +283,11 @@ def _units(x: Array) -> Array:
     return np.asarray(x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-300))
 
 
-Found = tuple[float, Array, Array]
+_Found = tuple[float, Array, Array]
 """Value, latents and displacement."""
 
 
-def _best(at: Sequences, rng: np.random.Generator, before: Found | None) -> Found:
+def _best(at: Sequences, rng: np.random.Generator, before: _Found | None) -> _Found:
     """The best sequence found, never worse than ``before`` continued with copies of its last token."""
     count, steps = _SIZE[at.problem.effort]
     count += at.n <= _FEW
@@ -296,7 +296,7 @@ def _best(at: Sequences, rng: np.random.Generator, before: Found | None) -> Foun
     groups = [[(z, rng.standard_normal((n, r))) for z in ends]]
     if n > 2:
         groups += [_Anchored(at, which).starts() for which in range(min(2, len(at.head.V), chart.latent_dim))]
-    chosen: list[Found] = []
+    chosen: list[_Found] = []
     for group in groups:
         scored = sorted(((at.value(z, v), z, v) for z, v in group), key=lambda one: -one[0])
         chosen += scored[: 2 if group is groups[0] else 1]
@@ -319,7 +319,7 @@ def search_rotary(problem: Problem, rng: np.random.Generator) -> list[Array]:
     seed = int(rng.integers(2**32))
     if not nested(head):
         return [_best(Sequences(replace(problem, n=min(n, RUNGS[-1]))), np.random.default_rng(seed), None)[1]]
-    found: list[Found] = []
+    found: list[_Found] = []
     for rung in RUNGS:
         at = Sequences(replace(problem, n=rung))
         found.append(_best(at, np.random.default_rng([seed, rung]), found[-1] if found else None))
