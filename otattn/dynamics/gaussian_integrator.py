@@ -198,7 +198,7 @@ def _march(run: GaussianRun, active: NDArray[np.intp], task: _Task, method: Any,
     moving = np.ones(active.size, dtype=bool)
     while moving.any() and taken < max_steps:
         if solver is None:
-            unit = task.unit[active] if multistep else np.full(active.size, task.duration)
+            unit = task.unit[active] if multistep and active.size > 1 else np.full(active.size, task.duration)
             gaussians, alpha0 = task.gaussians.take(active), task.alpha0[active]
             system = GaussianSystem(gaussians, alpha0, task.start, d, unit, multistep, task.duration)
             band = {"lband": y.shape[1] - 1, "uband": y.shape[1] - 1} if multistep and active.size > 1 else {}

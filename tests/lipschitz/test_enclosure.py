@@ -160,7 +160,7 @@ def test_bounds_command(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert main(arguments) == 0
     assert "mean-field bound the smaller one" in capsys.readouterr().out
     assert main([*arguments, "--head", "3"]) == 2
-    assert "--head must be below 1" in capsys.readouterr().err
+    assert "head must be from 0 to 0" in capsys.readouterr().err
 
 
 def test_two_tokens_are_compared_without_two_anchors() -> None:
