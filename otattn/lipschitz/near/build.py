@@ -69,8 +69,8 @@ def chain_at(map: AttentionMap, tokens: Array) -> Chain:
     """
     path = _path(map, tokens)
     whole = _segments(path)
-    small = all(p.jacobian.matrix is not None for p in path)
-    return _chain(path if small and len(whole) > 1 else whole, None, None)
+    # in a stack the rows of a segment would be charged for all that may enter it: six layers get a ninth of the radius
+    return _chain(whole if len(whole) == 1 else path, None, None)
 
 
 def _path(map: AttentionMap, x: Array) -> list[_Point]:

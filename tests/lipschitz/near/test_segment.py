@@ -185,11 +185,19 @@ def test_the_coordinates(name):
             assert stage.slopes.shape[1] == d
 
 
-def test_long_stacks_of_segments(monkeypatch):
-    """Norms by products: a stack of two blocks has two stages, and nothing climbs above its certificates."""
+def test_single_blocks_are_segments_and_stacks_are_not(monkeypatch):
+    whole = oa.Compose(MAPS["post"], MAPS["masked"])
+    for dense in (build.DENSE, 4):
+        monkeypatch.setattr("otattn.lipschitz.near.build.DENSE", dense)
+        assert len(build.chain_at(MAPS["post"], X).stages) == 1
+        assert len(build.chain_at(whole, X).stages) == 8
+
+
+def test_stacks_of_segments(monkeypatch):
+    """Norms by products: a stack of two segments has two stages, and nothing climbs above its numbers."""
     monkeypatch.setattr("otattn.lipschitz.near.build.DENSE", 4)
     whole = oa.Compose(MAPS["post"], MAPS["masked"])
-    chain = build.chain_at(whole, X)
+    chain = build._chain(build._segments(build._path(whole, X)), None, None)
     assert len(chain.stages) == 2
     assert chain.how == "probabilistic"
     J = jacobian(whole, X)
