@@ -200,7 +200,11 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "out" / "depth.png").read_bytes().startswith(b"\x89PNG")
     assert main([*call, "--n", "4", "--layers", "2", "--composed"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
-    for wrong, message in ((["--n", "9"], "at least 9"), (["--layers", "4"], "at most 3"), (["--text", "x"], "one too many")):
+    for wrong, message in (
+        (["--n", "9"], "at least 9"),
+        (["--layers", "4"], "at most 3"),
+        (["--text", "x"], "one too many"),
+    ):
         assert main([*call, *wrong]) == 2
         assert message in capsys.readouterr().err
 
