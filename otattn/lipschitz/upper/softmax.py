@@ -156,6 +156,13 @@ def column_log(kappa: Any, spread: Any, n: int | None) -> Any:
     return least(count, kappa, log_sum(0.0, others), count - log_sum(0.0, rest - spread))
 
 
+def column_bound(n: int, kappa: Any) -> Any:
+    """``T_n`` of n atoms in every row, outward; n where kappa is unknown."""
+    if math.isinf(top(kappa)):
+        return float(n)
+    return np.exp(column_log(kappa, math.inf, n)) * (1 + 1e-14)
+
+
 @closed_form(
     "row_bound",
     statement="the norm of two rows, about v a sqrt(n / 2)",

@@ -31,6 +31,15 @@ def test_it_wins_for_masked_heads_whose_tokens_see_themselves():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("form", "bias"), [(4.0, 0.2), (1.944763411029872, 0.0)])
+def test_proofs_reach_the_value_where_the_last_digits_decide(form, bias):
+    """The order of the cells turned on rounding, and an interval around s = 1 divided by zero: 0.3 to 1 percent above."""
+    pytest.importorskip("flint")
+    bound = rows_and_columns(oa.SoftmaxAttention([[form]], [[1.0]], bias=[bias]), radius=1.0, n=3)
+    assert bound.rigorous_value() <= bound.value * (1.0 + 1e-9)
+
+
+@pytest.mark.slow
 def test_masked_proof_in_balls():
     pytest.importorskip("flint")
     head = oa.MaskedAttention(oa.SoftmaxAttention([[4.0, 0.5], [0.0, 3.0]], np.eye(2), bias=[0.2, -0.1]))
