@@ -58,7 +58,7 @@ from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_be
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import prove, theorem
-from otattn.lipschitz.upper.softmax import column_bound
+from otattn.lipschitz.upper.softmax import columns_at_most
 from otattn.measures.domains import Domain
 
 _CELLS = 20_000
@@ -85,7 +85,7 @@ class Rows:
         family = SelfLogit.of(head, multipliers) if family is None else family
         gamma, spread = spread_region(head, n, family, multipliers["edges"])
         diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
-        return cls(gamma, spread, diagonal, n, float(upper(column_bound(n, head.kappa))), problem["atoms"])
+        return cls(gamma, spread, diagonal, n, float(upper(columns_at_most(n, head.kappa))), problem["atoms"])
 
     @cached_property
     def omega(self) -> Any:
@@ -273,10 +273,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
         return head.v
     rows = Rows.of(problem, multipliers)
     proof, target, log_square = rows.intervals() if head.exact else None, problem["target"], math.inf
-    for afresh in (
-        False,
-        True,
-    ):  # the last digits decide the order of the cells, and so which multipliers are handed on
+    for afresh in (False, True):  # the last digits decide the order of cells, and so what is handed on
         search = Search(rows, proof=proof, afresh=afresh)
         log_square = min(log_square, proved_below(search.bound, *_cover(rows.n), target=target, max_cells=2 * _CELLS))
         if log_square <= target + 1e-11 * max(1.0, abs(target)):

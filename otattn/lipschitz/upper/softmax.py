@@ -156,7 +156,7 @@ def column_log(kappa: Any, spread: Any, n: int | None) -> Any:
     return least(count, kappa, log_sum(0.0, others), count - log_sum(0.0, rest - spread))
 
 
-def column_bound(n: int, kappa: Any) -> Any:
+def columns_at_most(n: int, kappa: Any) -> Any:
     """``T_n`` of n atoms in every row, outward; n where kappa is unknown."""
     if math.isinf(top(kappa)):
         return float(n)

@@ -49,7 +49,7 @@ from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, ma
 from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
-from otattn.lipschitz.upper.rows_and_columns import column_sum
+from otattn.lipschitz.upper.softmax import columns_at_most
 from otattn.measures.domains import Domain
 
 _CELLS = 60_000
@@ -179,7 +179,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
 
 def _bound(log_F: Any, head: UnitNumbers, unit: float) -> Any:
     margin = 1.0 if head.exact else 1.0 + _MARGIN
-    return head.v * (np.sqrt(column_sum(2, head.kappa)) + unit * np.exp(0.5 * log_F) * margin) * margin
+    return head.v * (np.sqrt(columns_at_most(2, head.kappa)) + unit * np.exp(0.5 * log_F) * margin) * margin
 
 
 def _cut(forms: Forms, r: float, b1: float, b2: float, start: Array) -> tuple[Array, float, Array]:
