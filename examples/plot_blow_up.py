@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     roots = rng.uniform(-1.0, 1.0, (12, 2, 2))
     starts = roots @ np.swapaxes(roots, 1, 2) + 0.05 * np.eye(2)
-    _, axes = panels(2, rows=2, size=(4.2, 3.9))
+    figure, axes = panels(2, rows=2, size=(4.2, 3.9))
+    figure.suptitle(r"covariances $\Sigma$ with rows (a, c), (c, b); the circle is rank 1", fontsize=11)
     traces = axes[3]
     errors, ranks, rates = [], [], []
     for ax, (name, attention), color in zip(axes, maps.items(), ("blue", "green", "orange"), strict=False):
@@ -71,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         angle = np.linspace(0.0, 2.0 * np.pi, 200)
         ax.plot(np.cos(angle), np.sin(angle), color=oa.plotting.COLORS["black"], lw=0.8)
         ax.set_aspect("equal")
-        ax.set_xlabel("(a - b) / trace")
-        ax.set_ylabel("2c / trace")
+        ax.set_xlabel("(a - b) / (a + b)")
+        ax.set_ylabel("2c / (a + b)")
         ax.set_title(f"{name}: shapes, from grey to red", fontsize=10)
     traces.set_ylim(-0.5, 8.5)
     traces.set_xlim(0.0, 8.0)
     traces.set_xlabel("time t")
-    traces.set_ylabel("log10 of the trace of the covariance")
+    traces.set_ylabel(r"$\log_{10}$ of the trace a + b")
     traces.legend(fontsize=8, frameon=False, loc="upper right")
     traces.set_title("finite time or never", fontsize=10)
     print(f"softmax: the integration stops within {max(errors):.1e} of the time 1 / lambda_max")

@@ -27,7 +27,7 @@ END = 14.0
 def main(argv: Sequence[str] | None = None) -> None:
     pictures = gallery("clustering", __doc__, argv)
     attention = oa.SoftmaxAttention(np.eye(2), np.eye(2))
-    times = np.linspace(0.0, END, 57)
+    times = np.linspace(0.0, END, 561)
     colors = oa.plotting.COLORS
     _, (left, right) = panels(2, size=(4.8, 4.3))
     corners, rates = [], []
@@ -43,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         rates.append(float(np.polynomial.polynomial.polyfit(times[late], np.log(distance[late]), 1)[1]))
         print(f"seed {seed}: {count} clusters, {polytope.n_vertices} corners, distances like e^({rates[-1]:.3f} t)")
         right.plot(
-            times[:-4], distance[:-4], color=colors["blue"], lw=1.2, label="40 random tokens" if seed == 0 else None
+            times[:-40],
+            distance[:-40],
+            color=colors["blue"],
+            lw=1.2,
+            label="four draws of 40 tokens" if seed == 0 else None,
         )
         if seed == 1:
-            left.plot(*np.moveaxis(run.points, 2, 0), color=colors["sky"], lw=0.8)
+            left.plot(*run.points[:, 0].T, color=colors["sky"], lw=0.8, label="paths")
+            left.plot(*np.moveaxis(run.points[:, 1:], 2, 0), color=colors["sky"], lw=0.8)
             left.plot(*X.T, color=colors["grey"], marker="o", ms=3, ls="none", label="tokens at t = 0")
             around = polytope.vertices[ConvexHull(polytope.vertices).vertices]  # in the order of the boundary
             left.fill(*around.T, ec=colors["green"], fc="none", lw=1.2, label="polytope")
@@ -57,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     left.set_aspect("equal")
     left.set_xlim(-6.0, 6.0)
-    left.set_ylim(-6.0, 7.5)
-    left.set_xlabel("first coordinate of z = e^(-t) x")
+    left.set_ylim(-6.0, 8.0)
+    left.set_xlabel("first coordinate of $z = e^{-t} x$")
     left.set_ylabel("second coordinate")
-    left.legend(fontsize=8, frameon=False, loc="upper center", ncols=3)
-    right.plot(times, 10.0 * np.exp(-times), color=colors["red"], ls="--", label="10 e^(-t)")
+    left.legend(fontsize=8, frameon=False, loc="upper center", ncols=2)
+    right.plot(times, 10.0 * np.exp(-times), color=colors["red"], ls="--", label="$10\\ e^{-t}$")
     right.set_yscale("log")
     right.set_xlabel("time t")
     right.set_ylabel("largest distance of a token to its limit")

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     roots = rng.uniform(-1.0, 1.0, (14, 2, 2))
     starts = roots @ np.swapaxes(roots, 1, 2) + 0.02 * np.eye(2)
     figure, axes = panels(2, rows=2, size=(4.0, 3.7), layout="none", subplot_kw={"projection": "3d"})
-    figure.subplots_adjust(left=0.0, right=0.95, bottom=0.09, top=0.95, wspace=0.06, hspace=0.12)
+    figure.subplots_adjust(left=0.0, right=0.95, bottom=0.09, top=0.91, wspace=0.06, hspace=0.12)
+    figure.suptitle(r"covariances $\Sigma$ with rows (a, c), (c, b) in the cone of rank 1 and 2", fontsize=11)
     worst = 0.0
     for ax, (title, (A, V, end, limit)) in zip(axes, patterns().items(), strict=True):
         _draw_cone(ax, title)

@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     left.set_xticks([-3, -1, 0, 1, 10, 100], ["-3", "-1", "0", "1", "10", "100"])
     left.set_yticks(range(7), list(cases["A = I"]))
     left.invert_yaxis()
-    left.set_xlabel("second derivative along geodesics, in units of W_2²")
+    left.set_xlabel("second derivative along geodesics, in units of $W_2^2$ (linear from -1 to 1)")
     left.legend(fontsize=8, frameon=False, loc="lower right")
     oa.plotting.plot_displacement_convexity(cases["A = diag(1, -1)"]["Sinkhorn"], ax=right)
-    right.set_title("Sinkhorn energy, A = diag(1, -1), the worst geodesic", fontsize=10)
+    right.set_title("Sinkhorn, A = diag(1, -1): the worst geodesic", fontsize=10)
     pictures.save(left, "displacement_convexity")
 
 

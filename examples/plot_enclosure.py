@@ -42,13 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     _, (left, right) = panels(2)
     oa.plotting.plot_enclosure(by_n, ax=left)
-    left.set_title("R = 4", fontsize=10)
+    left.set_title("a generic 3 x 3 form A of norm 1, R = 4", fontsize=10)
     oa.plotting.plot_enclosure(by_radius, ax=right)
-    right.set_title("n = 32 tokens", fontsize=10)
-    for ax, table in ((left, by_n), (right, by_radius)):
-        ax.set_xticks(table.values, [f"{value:g}" for value in table.values])
-        ax.minorticks_off()
-        ax.set_ylabel("Lipschitz constant in W_2")
+    right.set_title("the same form, n = 32 tokens", fontsize=10)
     right.get_legend().remove()
     pictures.save(left, "enclosure")
 

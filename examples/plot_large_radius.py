@@ -50,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for k, curve in enumerate(values / ends[:, None]):
         left.plot(x, curve, color=oa.plotting.COLORS["sky"], lw=1, label="one configuration" if k == 0 else None)
         right.plot(x, np.maximum(np.abs(curve - 1.0), 1e-16), color=oa.plotting.COLORS["sky"], lw=1)
-    left.axhline(1.0, color=oa.plotting.COLORS["red"], ls="--", label="limit, ||V|| sqrt(k)")
+    left.axhline(1.0, color=oa.plotting.COLORS["red"], ls="--", label=r"limit $\|V\| \sqrt{k}$")
+    left.set_yscale("log")
     left.set_ylabel("local constant at R X / limit")
     left.legend(fontsize=8, frameon=False)
     right.set_yscale("log")
-    right.set_ylabel("relative distance to the limit")
+    right.set_ylabel("relative distance to the limit (cut at 1e-16)")
     for ax in (left, right):
         ax.set_xscale("log")
-        ax.set_xlabel("R² times the smallest margin of the logits")
+        ax.set_xlabel("$R^2$ times the smallest margin of the logits")
     pictures.save(left, "large_radius")
 
 

@@ -61,21 +61,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
     }
     marks = {"published": crossings[4].log_published / LOG10, "ours": crossings[4].log_ours / LOG10}
+    gain = 10.0 ** (discrete["published, n tokens"][-1] - discrete["ours, n tokens"][-1])
+    discrete[f"ours, n tokens ({gain:.1f} times less)"] = discrete.pop("ours, n tokens")
     _, (left, right) = panels(2, size=(5.0, 4.2))
     oa.plotting.plot_crossover(grid, discrete, mean_field, crossings=marks, ax=left)
     lower = log10_of(oa.bounds.castin2024_mean_field_lower(attention, radius=radius))
     left.axhline(lower, color=oa.plotting.COLORS["green"], ls=":", lw=2, label="lower bound, any measure")
     left.set_title("A = -I, V = I, R = 3", fontsize=10)
-    left.set_ylim(top=14.0)
+    left.set_ylim(top=15.0)
     left.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
 
     for name, y, color in (("published bounds", published, "red"), ("our bounds", ours, "blue")):
         right.plot(RADII**2, y / LOG10, color=oa.plotting.COLORS[color], marker="o", ms=5, label=name)
     right.plot(
-        RADII**2, 2.0 * RADII**2 / LOG10, color=oa.plotting.COLORS["green"], ls=":", label="lower bounds, e^(2 R²)"
+        RADII**2, 2.0 * RADII**2 / LOG10, color=oa.plotting.COLORS["green"], ls=":", label="lower bounds, $e^{2 R^2}$"
     )
-    right.set_xlabel("R², the squared radius of the token ball")
-    right.set_ylabel("log10 of the crossover n")
+    right.set_xlabel("$R^2$, the squared radius of the token ball")
+    right.set_ylabel(r"$\log_{10}$ of the n where they cross")
     right.legend(fontsize=8, frameon=False)
     pictures.save(left, "mean_field_crossover")
 

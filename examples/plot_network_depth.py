@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     right.set_xlabel("to layer b")
     right.set_ylabel("from layer a")
     right.set_title("norm of layers a to b", fontsize=10)
-    right.figure.colorbar(shown, ax=right, shrink=0.8, label="log10")
+    right.figure.colorbar(shown, ax=right, shrink=0.8, label=r"$\log_{10}$ of the norm")
     pictures.save(left, "network_depth")
 
 

@@ -26,7 +26,7 @@ from _gallery import gallery, panels
 
 import otattn as oa
 
-DIMS, DESCENTS = (3, 4, 5), 25
+DIMS, DRAWS = (3, 4, 5), 100
 
 
 def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     worst, total, settled = 1.0, 0, 0
     for k, (d, color) in enumerate(zip(DIMS, colors, strict=True)):
         for ax, value in zip(axes, ("identity", "random"), strict=False):
-            found = oa.limit_rank_histogram(dim=d, draws=100, value=value, symmetric=True, rng=d)
+            found = oa.limit_rank_histogram(dim=d, draws=DRAWS, value=value, symmetric=True, rng=d)
             finite = np.array([limit.kind == "finite" for limit in found.limits]) & found.settled
             ranks, bounds = found.ranks[finite], found.bounds[finite]
             print(f"V {value:>8}, d = {d}: {finite.sum()} finite limits of ranks {sorted(set(ranks.tolist()))}")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _bars(ax, k, ranks, color, f"d = {d}, finite limit")
             other = found.ranks[~finite & found.settled]
             _bars(ax, k, other, color, f"d = {d}, blow-up", below=np.bincount(ranks, minlength=6))
-        ranks, least = descents(d, DESCENTS, np.random.default_rng(d))
+        ranks, least = descents(d, DRAWS, np.random.default_rng(d))
         exact = int((ranks == least).sum())
         print(f"V = -A, d = {d}: rank min(#positive, #negative) in {exact} of {len(ranks)} settled draws")
         assert exact == len(ranks), f"ranks should be min(#positive, #negative), received {exact} of {len(ranks)}"
@@ -76,11 +76,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"min(#positive, #negative) in {total} of {settled} settled draws for V = -A"
     )
     for ax, title in zip(
-        axes, ("V = I, A of rank floor(d/2)", "random V, A of rank floor(d/2)", "V = -A"), strict=True
+        axes,
+        ("V = I, A of rank floor(d/2)", "random V, A of rank floor(d/2)", f"V = -A, settled among {DRAWS}"),
+        strict=True,
     ):
         ax.set_xticks(range(6))
         ax.set_xlabel("rank of the limit")
         ax.set_ylabel("number of draws")
+        ax.locator_params(axis="y", integer=True)
         ax.set_title(title, fontsize=10)
         ax.legend(fontsize=7, frameon=False, loc="upper right")
     pictures.save(axes[0], "rank_histograms")

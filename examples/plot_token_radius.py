@@ -78,13 +78,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, radius, color in (("ellipsoid", reach, "red"), ("text", largest.max(), "blue")):
         bound = [oa.bounds.castin2024_discrete(head, radius=radius, n=int(n)).value for n in sizes]
         right.plot(sizes, bound, color=colors[color], marker="s", ms=4, label=f"published bound, R of the {name}")
+    ours = [oa.bounds.row_bound(head, radius=largest.max(), n=int(n)).value for n in sizes]
+    right.plot(sizes, ours, color=colors["green"], marker="v", ms=4, label="our bound, R of the text")
     local = [oa.local_lipschitz(head, layer.tokens(0, int(n))).value for n in sizes]
     right.plot(sizes, local, color=colors["orange"], marker="o", ms=4, label="local constant at the text")
     right.set_xscale("log", base=2)
     right.set_yscale("log")
     right.set_xticks(sizes, [str(n) for n in sizes])
     right.set_xlabel("number of tokens n")
-    right.set_ylabel("Lipschitz constant in W_2, head 0")
+    right.set_ylabel("Lipschitz constant in $W_2$, head 0")
     right.legend(fontsize=8, frameon=False, loc="center right")
     pictures.save(right, "token_radius")
 

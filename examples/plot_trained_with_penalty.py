@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     left.set_ylabel("local constant, mean of a batch")
     left.legend(frameon=False)
     right.set_xlabel("local constant on the test set")
-    right.set_ylabel("certified neighbourhood (W_2)")
+    right.set_ylabel("certified neighbourhood ($W_2$)")
     right.set_yscale("log")
     right.legend(frameon=False)
     pictures.save(right, "trained_with_penalty")

@@ -27,13 +27,14 @@ from otattn.plotting.gradient_flows import (
 )
 from otattn.plotting.growth import plot_crossover, plot_local_growth
 from otattn.plotting.stability import plot_stability
-from otattn.plotting.style import COLORS, save
+from otattn.plotting.style import COLORS, metric, save
 
 __all__ = [
     "COLORS",
     "animate_flow",
     "axes_3d",
     "cone_coordinates",
+    "metric",
     "plot_cluster_counts",
     "plot_covariance_cone",
     "plot_covariance_ellipses",

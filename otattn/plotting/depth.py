@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from otattn.lipschitz.local.depth import DepthProfile
-from otattn.plotting.style import COLORS, axes, expect, finished
+from otattn.plotting.style import COLORS, axes, expect, finished, metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,4 +54,6 @@ def plot_depth(profile: DepthProfile, *, ax: Axes | None = None) -> Axes:
     ax.set_yscale("log")
     step = max(1, -(-len(depth) // 12))
     ax.set_xticks(depth[::step], [str(d) for d in depth[::step]])
-    return finished(ax, xlabel="depth (number of stages)", ylabel=f"local constant in W_2 at n = {profile.mu.n} tokens")
+    return finished(
+        ax, xlabel="depth (number of stages)", ylabel=f"local constant in {metric(2)} at n = {profile.mu.n} tokens"
+    )

@@ -11,7 +11,7 @@ from otattn.lipschitz.comparison import RealAgainstAdversarial
 from otattn.lipschitz.enclosure import EnclosureTable
 from otattn.lipschitz.local.growth import fit_exponent
 from otattn.plotting.growth import against_tokens
-from otattn.plotting.style import COLORS, axes, expect, finished
+from otattn.plotting.style import COLORS, axes, expect, finished, metric, power
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +25,8 @@ def plot_enclosure(table: EnclosureTable, *, ax: Axes | None = None) -> Axes:
     A mean-field row (any measure) is drawn as horizontal lines.
     """
     expect(table, EnclosureTable, "table")
+    from matplotlib.ticker import NullLocator
+
     ax = axes(ax)
     rows = table.rows()
     finite = [r for r in rows if r[table.parameter] is not None]
@@ -38,16 +40,23 @@ def plot_enclosure(table: EnclosureTable, *, ax: Axes | None = None) -> Axes:
         if np.isfinite(paper).any():
             ax.plot(x, paper, color=COLORS["red"], ls="--", marker="s", ms=3, label="published upper bound")
     for r in rows:
-        if r[table.parameter] is None:
+        if r[table.parameter] is None and finite and r["upper"] > 100.0 * max(high):
+            # a line so far above would squash the rest
+            label = f"any measure: {r['lower']:.3g} to {r['upper']:.3g}, above the picture"
+            ax.plot([], [], ls="none", label=label)
+        elif r[table.parameter] is None:
             ax.axhline(r["upper"], color=COLORS["blue"], ls=":", lw=1.2, label="upper bound, any measure")
             ax.axhline(r["lower"], color=COLORS["green"], ls=":", lw=1.2, label="lower bound, any measure")
-    return finished(
+    finished(
         ax,
         xscale="log",
         yscale="log",
         xlabel="number of tokens n" if table.parameter == "n" else "radius R of the token ball",
-        ylabel="Lipschitz constant in W_p",
+        ylabel=f"Lipschitz constant in {metric(table.enclosures[0].upper.p)}",
     )
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks([r[table.parameter] for r in finite], [f"{r[table.parameter]:g}" for r in finite])
+    return ax
 
 
 def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
@@ -58,10 +67,10 @@ def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Axes | None
     ax = axes(ax)
     x = np.arange(len(rows))
     low, high, paper, real = (np.array([r[k] for r in rows]) for k in ("lower", "upper", "published", "real"))
-    ax.vlines(x, low, high, color=COLORS["sky"], lw=6, alpha=0.6, label="enclosure")
+    ax.vlines(x, low, high, color=COLORS["sky"], lw=6, label="enclosure")
     ax.plot(x, paper, color=COLORS["red"], marker="s", ms=4, ls="", label="published upper bound")
-    ax.plot(x, high, color=COLORS["blue"], marker="v", ms=5, ls="", label="upper bound, proven")
-    ax.plot(x, low, color=COLORS["green"], marker="^", ms=5, ls="", label="lower bound, witnessed")
+    ax.plot(x, high, color=COLORS["blue"], marker=7, ms=6, ls="", label="upper bound, proven")  # tips at the values
+    ax.plot(x, low, color=COLORS["green"], marker=6, ms=6, ls="", label="lower bound, witnessed")
     ax.plot(x, real, color=COLORS["orange"], marker="o", ms=4, ls="", label="local constant at real tokens")
     ax.set_yscale("log")
     ax.set_xticks(x, [str(r["head"]) for r in rows])
@@ -69,7 +78,7 @@ def plot_head_enclosures(rows: Sequence[Mapping[str, float]], *, ax: Axes | None
         ax,
         legend={"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
         xlabel="head",
-        ylabel="Lipschitz constant in W_2",
+        ylabel=f"Lipschitz constant in {metric(2)}",
     )
 
 
@@ -88,6 +97,6 @@ def plot_real_against_adversarial(result: RealAgainstAdversarial, *, ax: Axes | 
         mean = np.exp(np.log(values).mean(axis=0))
         fit = fit_exponent(n, mean)
         low, high = fit.interval()
-        label = f"{name}: n^{fit.exponent:.2f} [{low:.2f}, {high:.2f}]"
+        label = f"{name}: {power(fit.exponent)}, exponent in [{low:.2f}, {high:.2f}]"
         ax.plot(n, mean, color=COLORS[strong], lw=2, marker="o", ms=4, label=label)
     return against_tokens(ax, n)

@@ -15,7 +15,7 @@ from otattn.dynamics.mean_field_limit import MeanFieldLimit
 from otattn.dynamics.polytope import LimitPolytope
 from otattn.dynamics.residual import DepthConvergence
 from otattn.dynamics.trajectory import Trajectory
-from otattn.plotting.style import COLORS, axes, expect, finished
+from otattn.plotting.style import COLORS, axes, expect, finished, metric, power
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,7 +126,7 @@ def plot_sphere_flow(trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_cluster_counts(history: ClusterHistory, *, ax: Axes | None = None) -> Axes:
-    """Number of clusters against time; the three longest plateaus before the end are marked.
+    """Number of clusters against time; the three longest plateaus before the end are marked, and the one that lasts.
 
     Parameters
     ----------
@@ -140,11 +140,11 @@ def plot_cluster_counts(history: ClusterHistory, *, ax: Axes | None = None) -> A
     for k, p in enumerate(long):
         label = "longest plateaus" if k == 0 else ""
         ax.hlines(p.count, p.start, p.stop, color=COLORS["orange"], lw=5, alpha=0.5, label=label)
-    ax.set(xlabel="time t", ylabel=f"clusters (linked below {history.tol:.2g})")
+    for p in history.plateaus()[-1:]:
+        ax.hlines(p.count, p.start, p.stop, color=COLORS["green"], lw=5, alpha=0.5, label=f"at the end: {p.count}")
     ax.set_ylim(0, 1.08 * max(int(history.counts.max()), 1))
-    if long:
-        ax.legend(fontsize=8, frameon=False)
-    return ax
+    ax.locator_params(axis="y", integer=True)
+    return finished(ax, xlabel="time t", ylabel=f"clusters (linked below {history.tol:.2g})")
 
 
 def plot_limit_polytope(polytope: LimitPolytope, trajectory: Trajectory, *, ax: Axes | None = None) -> Axes:
@@ -184,28 +184,35 @@ def plot_flow_stability(stability: FlowStability, *, ax: Axes | None = None) -> 
 
     Notes
     -----
-    Bounds may be above the largest float: what is drawn are logarithms, and what leaves them too ends the curve. The axis
-    of ordinates is symmetric-logarithmic when bounds exceed the measured growth a hundredfold.
+    Bounds may be above the largest float: what is drawn are logarithms, and what leaves them too ends the curve; the
+    legend says so of a bound that is never finite. The axis of ordinates is symmetric-logarithmic, and named so, when
+    bounds exceed the measured growth a hundredfold. Without bounds, growth below tenfold is drawn as it is.
     """
     expect(stability, FlowStability, "stability")
     ax = axes(ax)
     with np.errstate(divide="ignore"):
         logs = np.log(stability.ratios) / LOG10
     top = float(np.abs(logs[np.isfinite(logs)]).max(initial=0.0))
+    quotient = f"{metric(stability.p)}$(\\mu_t, \\nu_t)$ / {metric(stability.p)}$(\\mu_0, \\nu_0)$"
+    if not stability.log_bounds and top < 1.0:
+        ax.plot(stability.times, stability.ratios, color=COLORS["black"], lw=2.2, label="measured")
+        ax.axhline(1.0, color=COLORS["grey"], lw=0.6)
+        return finished(ax, xlabel="time t", ylabel=quotient)
     ax.plot(stability.times, logs, color=COLORS["black"], lw=2.2, label="measured", zorder=5)
     highest = top
     styles = {"published": ("red", "--"), "ours": ("blue", "-."), "ours, radius along the flow": ("green", ":")}
     for name, values in stability.log_bounds.items():
         color, style = styles.get(name, ("purple", "--"))
         shown = np.where(np.isfinite(values), values, np.nan) / LOG10
-        highest = max(highest, float(np.nanmax(shown)))
-        ax.plot(stability.times, shown, color=COLORS[color], ls=style, lw=1.6, label=f"Gronwall, {name}")
+        highest = max([highest, *shown[np.isfinite(shown)]])
+        late = "" if np.isfinite(values[-1:]).all() else ", above all numbers at the end"
+        ax.plot(stability.times, shown, color=COLORS[color], ls=style, lw=1.6, label=f"Gronwall, {name}{late}")
+    scale = ""
     if highest > 100.0 * max(top, 1e-3):
         ax.set_yscale("symlog", linthresh=max(1.0, top))
+        scale = f" (linear up to {max(1.0, top):.2g})"
     ax.axhline(0.0, color=COLORS["grey"], lw=0.6)
-    return finished(
-        ax, xlabel="time t", ylabel=f"log10 of W_{stability.p:g}(mu_t, nu_t) / W_{stability.p:g}(mu_0, nu_0)"
-    )
+    return finished(ax, xlabel="time t", ylabel=f"$\\log_{{10}}$ of {quotient}{scale}")
 
 
 def plot_depth_convergence(study: DepthConvergence, *, ax: Axes | None = None) -> Axes:
@@ -229,11 +236,11 @@ def plot_mean_field_limit(study: MeanFieldLimit, *, ax: Axes | None = None) -> A
             study.n_values, values, color=COLORS["sky"], marker="o", ms=3, lw=0, label="samples" if k == 0 else None
         )
     line = fit.prefactor * study.n_values**fit.exponent
-    label = f"fitted: n^({fit.exponent:.2f} ± {fit.standard_error:.2f})"
+    label = f"fitted: {power(fit.exponent, fit.standard_error)}"
     ax.loglog(study.n_values, line, color=COLORS["orange"], lw=1.8, label=label)
     ax.set_xticks(study.n_values, [f"{int(n)}" for n in study.n_values])
     ax.minorticks_off()
-    what = "moments (Bures-Wasserstein)" if study.reference == "gaussian" else "particles (W_2)"
+    what = "moments (Bures-Wasserstein)" if study.reference == "gaussian" else f"particles ({metric(2)})"
     return finished(ax, xlabel="number of tokens n", ylabel=f"distance at t = {study.time:g}, {what}")
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "plot_shape_disc",
 ]
 
+SHAPE = r"covariance $\Sigma$ with rows (a, c), (c, b)"
 PALETTE = ("blue", "orange", "green", "purple", "sky", "red")
 
 
@@ -68,6 +69,7 @@ def plot_covariance_cone(
         space.scatter(*points[:1].T, s=14, facecolors="white", edgecolors=color, depthshade=False)
         space.scatter(*points[-1:].T, s=14, color=color, depthshade=False)
     space.set(xlabel="a - b", ylabel="2c", zlabel="a + b")
+    space.set_title(SHAPE, fontsize=9)
     return space
 
 
@@ -92,6 +94,7 @@ def plot_shape_disc(trajectories: GaussianTrajectory | Iterable[GaussianTrajecto
             ax.scatter(x[:1], y[:1], s=12, facecolors="white", edgecolors=COLORS["grey"], zorder=3)
             ax.scatter(x[-1:], y[-1:], s=16, color=COLORS[color], zorder=4)
     ax.set_aspect("equal")
+    ax.set_title(SHAPE, fontsize=9)
     place = {"loc": "upper center", "ncols": 2}
     return finished(ax, legend=place, xlabel="(a - b) / (a + b)", ylabel="2c / (a + b)", ylim=(-1.06, 1.3))
 
@@ -143,6 +146,7 @@ def plot_rank_histogram(histograms: RankHistogram | Sequence[RankHistogram], *, 
             x, h.counts - settled, width, bottom=settled, color=color, alpha=0.45, hatch="///", edgecolor="white", lw=0
         )
     ax.set_xticks(range(top + 1))
+    ax.locator_params(axis="y", integer=True)
     return finished(ax, xlabel="rank of the limit", ylabel="number of draws")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn.lipschitz.local.growth import LocalGrowth
-from otattn.plotting.style import COLORS, axes, expect, finished
+from otattn.plotting.style import COLORS, axes, expect, finished, metric, power
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def plot_local_growth(
         ax.plot(n, values, color=COLORS["sky"], lw=0.8, alpha=0.8, label=label)
     mean = np.exp(np.log(np.maximum(growth.values, 1e-300)).mean(axis=(0, 1)))
     fit = growth.mean_exponent()
-    label = f"geometric mean, fitted growth n^({fit.exponent:.2f} ± {fit.standard_error:.2f})"
+    label = f"geometric mean, fitted growth {power(fit.exponent, fit.standard_error)}"
     ax.plot(n, mean, color=COLORS["blue"], marker="o", ms=4, lw=2, label=label)
     for (name, values), color in zip((bounds or {}).items(), ("red", "orange", "purple", "green"), strict=False):
         ax.plot(n, values, color=COLORS[color], ls="--", lw=1.5, label=name)
@@ -53,7 +53,7 @@ def against_tokens(ax: Any, n: Sequence[float] | NDArray[np.float64]) -> Any:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(n, [f"{int(v)}" for v in n])
-    return finished(ax, xlabel="number of tokens n", ylabel="local Lipschitz constant in W_2")
+    return finished(ax, xlabel="number of tokens n", ylabel=f"local Lipschitz constant in {metric(2)}")
 
 
 def plot_crossover(
@@ -80,17 +80,9 @@ def plot_crossover(
         ax.plot(n_values, values, color=COLORS[color], lw=2, label=name)
     for (name, level), color in zip(log10_mean_field.items(), palette, strict=False):
         ax.axhline(level, color=COLORS[color], ls="--", lw=1.5, label=name)
-    for name, at in (crossings or {}).items():
-        ax.axvline(at, color=COLORS["grey"], ls=":", lw=1)
-        ax.annotate(
-            f"{name}: n ≈ 10^{at:.1f}",
-            (at, ax.get_ylim()[0]),
-            xytext=(-4, 6),
-            textcoords="offset points",
-            rotation=90,
-            ha="right",
-            va="bottom",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-            fontsize=8,
-        )
-    return finished(ax, xlabel="log10 of the number of tokens n", ylabel="log10 of the W_2 Lipschitz bound")
+    for (name, at), color in zip((crossings or {}).items(), palette, strict=False):
+        label = f"{name}, crossing at $n = 10^{{{at:.1f}}}$"
+        ax.axvline(at, ymax=0.7, color=COLORS[color], ls=":", lw=1, label=label)
+    return finished(
+        ax, xlabel=r"$\log_{10}$ of the number of tokens n", ylabel=rf"$\log_{{10}}$ of the {metric(2)} Lipschitz bound"
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
-from otattn.plotting.style import COLORS, axes, finished
+from otattn.plotting.style import COLORS, axes, finished, metric
 from otattn.stability.result import StabilityStudy
 
 if TYPE_CHECKING:
@@ -52,30 +52,33 @@ def plot_stability(
         raise ValueError(
             f"ratios must have 1 to {len(PALETTE)} metrics, received {len(metrics)}; draw the others apart."
         )
-    groups = {metric: _maps(value) for metric, value in metrics.items()}
+    groups = {order: _maps(value) for order, value in metrics.items()}
     count = max(len(maps) for maps in groups.values())
     names = [name for maps in groups.values() if len(maps) == count for name, _ in maps][:count]
     if labels is not None and len(labels) != count:
         raise ValueError(f"labels must name {count} maps, received {len(labels)}.")
     ax = axes(ax)
     width = 0.8 / len(groups)
-    for k, ((metric, maps), color) in enumerate(zip(groups.items(), PALETTE, strict=False)):
+    for k, ((order, maps), color) in enumerate(zip(groups.items(), PALETTE, strict=False)):
         for i, (_, r) in enumerate(maps):
             x = i + (k - (len(groups) - 1) / 2) * width
             q1, q3 = np.quantile(r, [0.25, 0.75])
             ax.plot([x, x], [r.min(), r.max()], color=COLORS[color], lw=1)
             ax.plot([x, x], [q1, q3], color=COLORS[color], lw=5, solid_capstyle="butt", alpha=0.6)
-            ax.plot([x], [r.max()], color=COLORS[color], marker="o", ms=4, label=metric if i == 0 else None)
+            ax.plot([x], [r.max()], color=COLORS[color], marker="o", ms=4, label=order if i == 0 else None)
     ax.set_xticks(range(count), names if labels is None else labels)
+    for width, name in ((1, "all ratios"), (5, "middle half")):
+        ax.plot([], [], color=COLORS["grey"], lw=width, label=name)
+    ax.plot([], [], color=COLORS["grey"], marker="o", ms=4, ls="none", label="largest: a lower bound of the constant")
     ax.set_ylim(bottom=0)
-    return finished(ax, xlabel="attention map", ylabel="W_p(F(mu), F(nu)) / W_p(mu, nu)")
+    return finished(ax, xlabel="attention map", ylabel=rf"{metric('p')}$(F\mu, F\nu)$ / {metric('p')}$(\mu, \nu)$")
 
 
 def _metric(ratios: Any) -> str:
     """The order of the studies, where they have one."""
     many = [ratios] if isinstance(ratios, StabilityStudy) else ratios
     orders = {study.p for study in many if isinstance(study, StabilityStudy)} if isinstance(many, Iterable) else set()
-    return f"W_{orders.pop():g}" if len(orders) == 1 else "W_p"
+    return metric(orders.pop() if len(orders) == 1 else "p")
 
 
 def _maps(value: Any) -> list[tuple[str, NDArray[np.float64]]]:

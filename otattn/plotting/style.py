@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COLORS", "axes", "expect", "finished", "save"]
+__all__ = ["COLORS", "axes", "expect", "finished", "metric", "power", "save"]
 
 # Okabe and Ito's palette: distinguishable with every common colour blindness
 COLORS = {
@@ -34,6 +34,16 @@ def axes(ax: Any = None, *, figsize: tuple[float, float] = (6.4, 4.2), projectio
     if projection is None:
         out.spines[["top", "right"]].set_visible(False)
     return out
+
+
+def metric(p: float | str) -> str:
+    """``W_p`` as mathtext, for labels."""
+    return r"$W_\infty$" if p in (float("inf"), "inf") else f"$W_{{{p if isinstance(p, str) else f'{p:g}'}}}$"
+
+
+def power(exponent: float, error: float | None = None) -> str:
+    """``n^exponent`` as mathtext, with its standard error."""
+    return f"$n^{{{exponent:.2f}" + ("}$" if error is None else f" \\pm {error:.2f}}}$")
 
 
 def finished(ax: Any, *, legend: Mapping[str, Any] | None = None, **properties: Any) -> Any:
@@ -78,6 +88,22 @@ def expect(value: Any, kind: type, name: str) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, received {type(value).__name__}; {fix}.")
 
 
-def save(ax: Any, path: Any, *, dpi: int = 160) -> None:
-    """Write the figure of ``ax`` to ``path``."""
+def save(ax: Any, path: Any, *, dpi: int = 160, columns: int | None = None) -> None:
+    """Write the figure of ``ax`` to ``path``; endings ``.pdf`` and ``.svg`` give vectors.
+
+    Parameters
+    ----------
+    ax : matplotlib Axes
+    path : str or Path
+    dpi : int
+        Dots per inch of pictures that are not vectors.
+    columns : {None, 1, 2}
+        Scale the figure to the width of one (3.35 inches) or two columns (6.9 inches) of a paper.
+    """
+    if columns is not None:
+        if columns not in (1, 2):
+            raise ValueError(f"columns must be 1, 2 or None, received {columns!r}.")
+        width, height = ax.figure.get_size_inches()
+        wide = 3.35 if columns == 1 else 6.9
+        ax.figure.set_size_inches(wide, height * wide / width)
     ax.figure.savefig(path, dpi=dpi)

@@ -70,7 +70,9 @@ def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Sectio
     curves, levels = _curves(heads[0], radius, grid)
 
     def picture() -> Any:
-        ax = plot_crossover(grid, curves, levels, crossings=crossings)
+        first, *others = curves
+        less = {f"{k} ({10.0 ** (curves[first][-1] - curves[k][-1]):.1f} times less)": curves[k] for k in others}
+        ax = plot_crossover(grid, {first: curves[first], **less}, levels, crossings=crossings)
         ax.set_title(f"head {layer.first_head}, R = {radius:.1f}", fontsize=10)
         return ax
 

@@ -47,7 +47,11 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
         fit = growth.mean_exponent()
         data["mean_exponent"] = {"exponent": fit.exponent, "standard_error": fit.standard_error}
         label = f"published bound for n tokens, geometric mean, R = {radius:.1f}"
-        curves = {label: np.exp(np.log(published).mean(axis=0)).tolist()}
+        ours = [[bounds.row_bound(head, radius=radius, n=n).value for n in sizes] for head in layer.heads]
+        curves = {
+            label: np.exp(np.log(published).mean(axis=0)).tolist(),
+            f"our bound for n tokens, geometric mean, R = {radius:.1f}": np.exp(np.log(ours).mean(axis=0)).tolist(),
+        }
         pictures["local.png"] = partial(plot_local_growth, growth, bounds=curves)
         headline = (
             f"Over heads the constant grows like n^({fit.exponent:.2f} ± {fit.standard_error:.2f}) on these tokens; "

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from otattn.attention import AttentionMap, MaskedAttention
 from otattn.data import SampleLayer
 from otattn.plotting import plot_stability
-from otattn.plotting.style import finished
+from otattn.plotting.style import finished, metric
 from otattn.report.section import Section, number, table
 from otattn.stability import StabilityStudy, stability_study
 
@@ -79,6 +79,7 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
     header = ["head"]
     for name in ratios:
         header += [f"{name}: largest (certified)", "median", "95% of the median"]
+    drawn = {name.replace("W_1", metric(1)).replace("W_2", metric(2)): values for name, values in ratios.items()}
     lines = [
         f"Ratios W_p(F(mu), F(nu)) / W_p(mu, nu) over {n_pairs} pairs of runs of {sampler.n} real tokens: two different "
         "runs, or a run and a small random perturbation of it (one percent of the largest token norm), with equal "
@@ -92,5 +93,5 @@ def stability_section(layer: SampleLayer, *, seed: int, n_pairs: int, n: int, ad
         "Stability constants",
         lines,
         {"n": sampler.n, "n_pairs": n_pairs, "heads": records},
-        {"stability.png": lambda: finished(plot_stability(ratios, labels=[r[0] for r in rows]), xlabel="head")},
+        {"stability.png": lambda: finished(plot_stability(drawn, labels=[r[0] for r in rows]), xlabel="head")},
     )

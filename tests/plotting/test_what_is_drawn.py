@@ -27,22 +27,23 @@ def gaussian():
 def test_a_study_is_drawn_as_it_is():
     one = study()
     ax = plotting.plot_stability(one)
-    bar, box, dot = ax.lines
+    bar, box, dot = ax.lines[:3]
     assert bar.get_ydata().tolist() == [one.ratios.min(), one.ratios.max()]
     assert box.get_ydata().tolist() == [one.quantile(0.25), one.quantile(0.75)]
     assert dot.get_ydata().tolist() == [one.best.value]
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["W_2"]
+    names = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert names == ["$W_{2}$", "all ratios", "middle half", "largest: a lower bound of the constant"]
     assert [t.get_text() for t in ax.get_xticklabels()] == [one.labels["attention"]]
 
 
 def test_several_studies_and_metrics():
     first, second = study(), study(oa.SoftmaxAttention(-EYE, EYE), 1)
     ax = plotting.plot_stability([first, second])
-    assert len(ax.lines) == 6
+    assert len(ax.lines) == 6 + 3
     ax = plotting.plot_stability({"W_2": [first, second], "W_1": [study(p=1), [0.5, 1.0]]}, labels=["a", "b"])
-    assert len(ax.lines) == 12
+    assert len(ax.lines) == 12 + 3
     assert [t.get_text() for t in ax.get_xticklabels()] == ["a", "b"]
-    assert ax.lines[-1].get_ydata().tolist() == [1.0]
+    assert ax.lines[-4].get_ydata().tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -101,3 +102,23 @@ def test_the_table_of_pictures_names_what_exists():
     for drawn in DRAWN_BY.values():
         for name in drawn.replace(" and ", ", ").split(", "):
             assert name in plotting.__all__
+
+
+def test_figures_in_the_width_of_columns(tmp_path):
+    """One or two columns of a paper, as a vector; other widths are refused."""
+    ax = plotting.plot_stability(study())
+    for columns, width in ((1, 3.35), (2, 6.9)):
+        plotting.save(ax, tmp_path / "a.svg", columns=columns)
+        assert ax.figure.get_size_inches()[0] == pytest.approx(width)
+        assert "<svg" in (tmp_path / "a.svg").read_text()
+    with pytest.raises(ValueError, match="columns must be 1, 2 or None"):
+        plotting.save(ax, tmp_path / "a.svg", columns=3)
+
+
+def test_a_line_far_above_does_not_squash_the_others():
+    """The mean-field row, e^(2a), goes to the legend when it is a hundred times above the rest."""
+    table = oa.enclosure_table(oa.SoftmaxAttention(-4.0 * EYE, EYE), radius=3.0, n_values=(2, 4, None), rng=0)
+    ax = plotting.plot_enclosure(table)
+    assert table.enclosures[-1].upper.value > 100.0 * max(e.upper.value for e in table.enclosures[:2])
+    assert ax.get_ylim()[1] < table.enclosures[-1].upper.value
+    assert any("above the picture" in t.get_text() for t in ax.get_legend().get_texts())
