@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn._linalg import FAR, Array, cloud_centre
-from otattn.attention.head import Arithmetic, Head
+from otattn.attention.head import FLOATS, Arithmetic, Head
 from otattn.attention.jacobian import finite
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead, square
@@ -157,8 +158,18 @@ class SoftmaxAttention(SingleHead):
         return Projections(self.A, np.eye(self.in_dim), self.V, self.bias, self.value_bias)
 
     def _heads(self, arithmetic: Arithmetic) -> tuple[Head, ...]:
+        parts = (self.A, self.V, self.bias, self.factors)
+        known = self.__dict__.get("_known", ((), ()))  # a bound asks for the head at each of its n and radii
+        if arithmetic is FLOATS and len(known[0]) and all(a is b for a, b in zip(known[0], parts, strict=True)):
+            return tuple(known[1])
         factors = self.factors if self.factors is not None and len(self.factors[0]) < self.in_dim else None
-        return (Head.of(self, self.A, self.V, self.bias, factors=factors, arithmetic=arithmetic),)
+        heads = (Head.of(self, self.A, self.V, self.bias, factors=factors, arithmetic=arithmetic),)
+        if arithmetic is FLOATS:
+            self.__dict__["_known"] = (parts, heads)
+        return heads
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_known"}
 
     def in_coordinates(self, E: Array, left: Array) -> SoftmaxAttention:
         V = finite(left @ self.V @ E)
