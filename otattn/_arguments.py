@@ -82,9 +82,10 @@ def _of_model(sub: argparse.ArgumentParser, *, required: bool = False) -> None:
 
 
 def _report(commands: Commands) -> None:
-    text = "The main job: one report on a layer, with pictures."
+    text = "The main job: one report on a layer, or on a model and one of its layers, with pictures."
     report = _command(commands, "report", text, files=", .html, .md and PNGs")
     report.add_argument("--pairs", type=_positive, default=24, help="pairs of measures a head and metric (default 24)")
+    report.add_argument("--resume", action="store_true", help="go on with a report that was stopped in --out")
     report.add_argument("--n-jobs", type=int, default=1, help="sections at a time, -1 for all cores (default 1)")
 
 

@@ -97,6 +97,8 @@ def _report(options: Namespace) -> None:
         options.out,
         seed=options.seed,
         n_pairs=max(2, options.pairs),
+        network=_network(options),
+        resume=options.resume,
         progress=_progress(options),
         n_jobs=options.n_jobs,
     )
@@ -106,6 +108,13 @@ def _report(options: Namespace) -> None:
         say(
             f"wrote {pathlib.Path(options.out) / 'report.html'} (and report.md, report.json, PNGs) in {data['seconds']:.0f} s"
         )
+
+
+def _network(options: Namespace) -> Any:
+    """The model of a report and what it reads, where it was asked for a model of texts."""
+    from otattn.report.opened import network_of
+
+    return None if options.model is None else network_of(options)
 
 
 def _emit(options: Namespace, data: dict[str, Any], lines: list[str], picture: Callable[[], Any] | None = None) -> None:

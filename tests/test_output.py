@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pytest
 
 from otattn.plotting.style import axes
-from otattn.report.build import write_report
+from otattn.report.draft import Draft
 from otattn.report.output import draw, prepare_folder, say, short_warnings, write_text
 from otattn.report.section import Section
 
@@ -63,8 +63,10 @@ def test_numbers_are_written_before_pictures_and_without_them(tmp_path):
         return ax
 
     section = Section("Part", ["text"], {"value": 1.5}, {"a.png": picture, "b.png": fails, "c.png": fails_late})
+    draft = Draft(tmp_path, HEAD, ["part"])
     with pytest.warns(UserWarning, match="was not drawn") as seen:
-        data = write_report(tmp_path, HEAD, [section], seconds=1.0)
+        draft.add("part", section)
+    data = draft.finish([section])
     assert [str(w.message).split(" (")[0] for w in seen] == ["b.png was not drawn", "c.png was not drawn"]
     assert all("\n" not in str(w.message) for w in seen)
     assert data["sections"]["Part"] == {"value": 1.5}

@@ -11,6 +11,7 @@ from otattn.attention import SoftmaxAttention
 from otattn.data import SampleLayer
 from otattn.lipschitz import bounds
 from otattn.lipschitz.bound import Bound
+from otattn.lipschitz.local.growth import LocalGrowth
 from otattn.plotting import plot_crossover
 from otattn.report.section import Section, number, table
 
@@ -44,9 +45,9 @@ def _curves(
     return discrete, mean_field
 
 
-def bounds_section(layer: SampleLayer, *, radius: float, advance: Any) -> Section:
+def bounds_section(layer: SampleLayer, *, growth: LocalGrowth, advance: Any) -> Section:
     """Published and own bounds of every head at one radius, with the crossovers; a picture of the first head."""
-    n = layer.hidden_states.shape[1]
+    n, radius = layer.hidden_states.shape[1], float(growth.radii.max())
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
     heads = layer.softmax_heads("a report")

@@ -13,10 +13,10 @@ from otattn.lipschitz.local.growth import LocalGrowth, local_growth, sizes_withi
 from otattn.plotting import plot_local_growth
 from otattn.report.section import Section, number, table
 
-__all__ = ["local_section"]
+__all__ = ["growth_of", "local_section"]
 
 
-def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGrowth]:
+def local_section(layer: SampleLayer, *, advance: Any) -> Section:
     """Particle and splitting parts for the first n tokens of each window, exponents, and the published bound at the same radius."""
     length = layer.hidden_states.shape[1]
     sizes = sizes_within(length)
@@ -70,4 +70,11 @@ def local_section(layer: SampleLayer, *, advance: Any) -> tuple[Section, LocalGr
         "",
         *table(header, rows),
     ]
-    return Section("Local constants", lines, data, pictures), growth
+    return Section("Local constants", lines, data, pictures)
+
+
+def growth_of(section: Section) -> LocalGrowth:
+    """The local constants that the section holds."""
+    return LocalGrowth(
+        *(np.asarray(section.data[name], dtype=float) for name in ("n", "particle", "splitting", "radius"))
+    )

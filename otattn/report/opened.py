@@ -12,10 +12,12 @@ from otattn.data import SampleLayer, load_excerpt
 from otattn.models import load_model, load_tokenizer, model_path, read_text, text_windows
 from otattn.models.transformer import Transformer
 
-__all__ = ["model_layer", "no_model", "open_model", "refuse", "windows_of"]
+__all__ = ["model_layer", "network_of", "no_model", "open_model", "refuse", "windows_of"]
 
 LENGTH, WINDOWS = 128, 4
 """Tokens a window, and windows of a text, that a layer is measured on."""
+DEPTH_TOKENS = 32
+"""Tokens that a whole network is measured on."""
 
 
 def open_model(options: Any) -> Transformer:
@@ -44,6 +46,14 @@ def model_layer(options: Any) -> SampleLayer:
     if not -model.num_layers <= layer < model.num_layers:
         raise ValueError(f"--layer must lie in [-{model.num_layers}, {model.num_layers}), received {layer}.")
     return model.sample(layer, windows_of(model, options))
+
+
+def network_of(options: Any) -> tuple[Transformer, NDArray[Any]] | None:
+    """The model and the first tokens that it reads; None where it reads images."""
+    model = open_model(options)
+    if not model.layout.family.embeddings:
+        return None
+    return model, windows_of(model, options)[0][:DEPTH_TOKENS]
 
 
 def windows_of(model: Transformer, options: Any, *, length: int | None = None) -> NDArray[Any]:

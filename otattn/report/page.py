@@ -35,6 +35,7 @@ MEANINGS = {
     r"clusters": "groups of tokens that are closer to one another than to the rest",
     r"field|wasserstein|twisted|mobility|bures|dissipation": "0 where the structure holds (1e-16 is rounding); a dash: not asked",
     r"verdict": "the strongest structure that holds",
+    r"followed_until": "the time at which the integration ended: 50, the blow-up, or where a thousand steps were not enough",
     r"blow_up_time": "the time at which the covariance becomes infinite; inf where it never does",
     r"limit_rank": "the rank of the limit of the covariance",
 }

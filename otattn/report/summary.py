@@ -1,4 +1,4 @@
-"""What a busy reader takes away: five sentences and one picture."""
+"""What a busy reader takes away: five or six sentences and one picture."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def summarised(sections: Sequence[Section]) -> list[Section]:
     data = {section.title: section.data for section in sections}
     first = sections[0]
     sentences = [
+        *([_network(data["The network"])] if "The network" in data else []),
         *_enclosure(data["Enclosure of the Lipschitz constant"]),
         _stability(data["Stability constants"]),
         _local(data["Local constants"]),
@@ -28,6 +29,13 @@ def summarised(sections: Sequence[Section]) -> list[Section]:
         replace(first, pictures={}),
         *sections[1:],
     ]
+
+
+def _network(data: dict[str, Any]) -> str:
+    return (
+        f"At {data['tokens']} tokens the network of {len(data['composed'])} layers stretches small displacements by at most "
+        f"{number(data['composed'][-1])} in W_2; the product of its layers' constants is {number(data['product'][-1])}."
+    )
 
 
 def _enclosure(data: dict[str, Any]) -> list[str]:
