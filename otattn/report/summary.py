@@ -33,7 +33,7 @@ def summarised(sections: Sequence[Section]) -> list[Section]:
 
 def _network(data: dict[str, Any]) -> str:
     return (
-        f"At {data['tokens']} tokens the network of {len(data['composed'])} layers stretches small displacements by at most "
+        f"At {data['tokens']} tokens the network of {len(data['composed'])} layers stretches small displacements by up to "
         f"{number(data['composed'][-1])} in W_2; the product of its layers' constants is {number(data['product'][-1])}."
     )
 
@@ -46,7 +46,7 @@ def _enclosure(data: dict[str, Any]) -> list[str]:
         f"Over all {data['n']} tokens of norm at most {data['radius']:.1f}, the W_2 Lipschitz constant of each head lies between "
         f"a witnessed value ({lower}) and a proven one ({upper}): a factor of {number(data['geometric_mean_ratio'], 3)} in the "
         "geometric mean.",
-        f"At the given tokens the constant is {number(real, 2)} times smaller: the ball is a worst case, and they are far from it.",
+        f"At the given tokens the constant is {real:.3g} times smaller: the ball is a worst case, and they are far from it.",
     ]
 
 
