@@ -29,7 +29,7 @@ def attacked(name: str, seed: int, runs: int) -> None:
     outcomes = [ALL[name](rng) for _ in range(runs)]
     violations = [o.report for o in outcomes if o.state == "violated"]
     assert not violations, "\n".join(violations)
-    assert runs < 8 or any(o.state == "held" for o in outcomes), f"{name} refused every problem"
+    assert runs < 4 or any(o.state == "held" for o in outcomes), f"{name} refused every problem"
 
 
 @pytest.mark.parametrize("name", sorted(ALL))

@@ -47,8 +47,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("p", [1, 2, np.inf])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("p", "weighted"),
+    [
+        *((2, False), (1, True), (np.inf, False)),
+        *(pytest.param(p, weighted, marks=pytest.mark.slow) for p, weighted in ((2, True), (1, False), (np.inf, True))),
+    ],
+)
 def test_bounds_hold(name, p, weighted):
     mu = DiscreteMeasure(cloud(3, 1), [0.5, 0.3, 0.2]) if weighted else cloud(4, 1)
     out = flow_stability(CASES[name], mu, cloud(4, 2), t_span=(0, 0.5), p=p, t_eval=[0.0, 0.25, 0.5])

@@ -102,7 +102,7 @@ def test_flows_solve_the_moment_equations(name):
 
 
 @pytest.mark.parametrize("d", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_closed_form_for_identity_values(d, seed):
     """Sigma(t) = (Sigma_0^{-1} - t (A + A^T))^{-1} to 1e-9 at 0.9 t*; the integrated t* to 1e-10."""
     rng = np.random.default_rng(seed)
@@ -284,7 +284,7 @@ def test_a_batch_is_its_members():
 def test_stiff_members_go_together():
     """To a plane: settled at e^{-t}, followed to 1e4, which no explicit method reaches in so few steps."""
     rng = np.random.default_rng(2)
-    roots = rng.uniform(-1.0, 1.0, (5, 2, 2))
+    roots = rng.uniform(-1.0, 1.0, (3, 2, 2))
     covs = roots @ np.swapaxes(roots, 1, 2) + 0.02 * I2
     attention = SoftmaxAttention(np.diag([-1.0, 0.0]), np.diag([0.0, 1.0]))
     times = [1.0, 30.0, 1e3, 1e4]

@@ -176,7 +176,7 @@ def test_rows_beyond_the_blocks_take_the_better_of_two_bounds() -> None:
     assert total >= later * math.log(n / (m + 1.0))
 
 
-@pytest.mark.parametrize("n", [10**9, 10**12])
+@pytest.mark.parametrize("n", [pytest.param(10**9, marks=pytest.mark.slow), 10**12])
 def test_tables_and_upper_bounds_of_many_tokens(n: int) -> None:
     for attention in (SOFTMAX, MASKED, L2, HEADS):
         table, memory = peak(lambda a=attention: bounds.table(a, radius=1.0, n=n))

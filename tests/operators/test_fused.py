@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
@@ -73,6 +74,14 @@ def measure(layer, *, weighted, seed=0):
     return SpaceTimeMeasure(times, x, w)
 
 
+@functools.cache
+def case(name, weighted):
+    """A map, a measure, and the dense Jacobian."""
+    layer = MAPS[name]
+    mu = measure(layer, weighted=weighted)
+    return layer, mu, embedded(layer, mu)
+
+
 def embedded(layer, mu):
     """The dense ``W^{1/2} J W^{-1/2}`` with zero rows and columns at atoms of zero weight."""
     live = mu.weights > 0
@@ -87,9 +96,7 @@ def embedded(layer, mu):
 @pytest.mark.parametrize("weighted", [False, True], ids=["uniform", "weighted"])
 @pytest.mark.parametrize("name", MAPS)
 def test_products_are_those_of_the_dense_jacobian(name, weighted, options):
-    layer = MAPS[name]
-    mu = measure(layer, weighted=weighted)
-    truth = embedded(layer, mu)
+    layer, mu, truth = case(name, weighted)
     J = FusedJacobian(layer, mu, **options)
     assert J.shape == truth.shape
     size = np.abs(truth).max()
@@ -103,9 +110,7 @@ def test_products_are_those_of_the_dense_jacobian(name, weighted, options):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_float32_is_exact_to_its_precision(name):
-    layer = MAPS[name]
-    mu = measure(layer, weighted=True)
-    truth = embedded(layer, mu)
+    layer, mu, truth = case(name, True)
     for options in ({}, {"memory": 0}):
         J = FusedJacobian(layer, mu, dtype=np.float32, **options)
         assert J.dtype == np.float32

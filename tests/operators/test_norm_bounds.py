@@ -112,7 +112,7 @@ def test_failures_are_as_rare_as_stated(failure):
 
     The number of failures is binomial; its probability differs from the stated one by at most a few percent of it.
     """
-    runs = 1000
+    runs = 400
     misses = rate(failure, 2000, runs, max_iter=1)
     assert misses <= binom.ppf(1.0 - 1e-6, runs, failure)
     # it is sharp: a bound that is wider than it need be would be of no use
@@ -120,13 +120,13 @@ def test_failures_are_as_rare_as_stated(failure):
 
 
 def test_small_failure_never_seen():
-    assert rate(1e-9, 2000, 300, max_iter=1) == 0
+    assert rate(1e-9, 2000, 100, max_iter=1) == 0
 
 
 @pytest.mark.parametrize("failure", [0.1, 0.01])
 def test_stopping_does_not_spend_the_probability(failure):
     """The event belongs to the start: whatever the number of steps at which the iteration likes to stop."""
-    runs, values = 300, np.r_[1.0, np.full(2000, 1.0 - 1e-5), np.linspace(0.0, 0.5, 50)]
+    runs, values = 150, np.r_[1.0, np.full(2000, 1.0 - 1e-5), np.linspace(0.0, 0.5, 50)]
     operator = diagonal(values)
     misses = sum(spectral_norm_bounds(operator, failure=failure, rng=s, tol=0.3).upper < 1.0 for s in range(runs))
     assert misses <= binom.ppf(1.0 - 1e-6, runs, failure)

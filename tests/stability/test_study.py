@@ -55,7 +55,7 @@ def test_ratios_are_those_of_the_pairs(attention: Any, sampler: Any, kind: type)
 
 def test_results_do_not_depend_on_the_workers() -> None:
     layer = load_sample()
-    cases = [(a, s) for a, s, _ in KINDS] + [(layer.heads[0], samplers.window_pairs(layer.hidden_states, 8))]
+    cases = [(a, s) for a, s, _ in KINDS[::2]] + [(layer.heads[0], samplers.window_pairs(layer.hidden_states, 8))]
     for attention, sampler in cases:
         one = study_of(attention, sampler, n_pairs=12, rng=1)
         two = study_of(attention, sampler, n_pairs=12, rng=1, n_jobs=2)

@@ -77,7 +77,7 @@ def test_every_row_lies_in_the_region(name):
         attention = SoftmaxAttention(a * A, V, bias=bias * rng.standard_normal(len(A)))
         head = unit_numbers(attention, 1.0)
         gamma, spread = spread_region(head, n, SelfLogit.default(head), np.linspace(0, 1, 101))
-        for _ in range(40):
+        for _ in range(15):
             X = sampled(head, n, rng)[0]
             if rng.random() < 0.5:  # tokens on the sphere
                 X /= np.linalg.norm(X, axis=1, keepdims=True)

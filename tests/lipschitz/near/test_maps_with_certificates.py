@@ -101,12 +101,12 @@ def test_it_tends_to_the_local_constant(name):
     attention = (ROTARY | DECODERS)[name]
     here = norm(attention)
     for kind in ("pairs", "constant"):
-        values = [oa.certify(attention, X, radius=rho, kind=kind).value for rho in (1e-5, 1e-7, 1e-12)]
+        values = [oa.certify(attention, X, radius=rho, kind=kind).value for rho in (1e-5, 1e-12)]
         assert values == sorted(values, reverse=True)
         assert here * (1 - 1e-12) <= values[-1] <= here * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("starts", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starts", [2, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*ROTARY, *DECODERS])
 def test_nothing_climbs_above(name, starts):
     attention = (ROTARY | DECODERS)[name]

@@ -11,7 +11,7 @@ from otattn.lipschitz.relaxations import rows_and_columns
 @pytest.mark.parametrize("n", [1, 3])
 def test_masked_heads(n):
     """Not below the bound without a mask, which has the columns too; never exceeded; one token has the norm of V."""
-    plain = oa.SoftmaxAttention([[9.0]], [[1.3]])
+    plain = oa.SoftmaxAttention([[4.0]], [[1.3]])
     masked = oa.MaskedAttention(plain)
     bound, open_ = (rows_and_columns(a, radius=1.0, n=n) for a in (masked, plain))
     assert bound.verify()
