@@ -142,5 +142,5 @@ RUNS = {
 }
 """Attacks of the fast test on functions that are slow themselves; others are attacked 12 times."""
 OTHERS = 12
-LONGER, OTHERS_LONGER = 4, 115
+LONGER, OTHERS_LONGER = 3, 115
 """How many times more the slow test attacks the former, and how often the others: 10^5 configurations in all."""
