@@ -233,7 +233,7 @@ def local_lipschitz(
     """
     order = check.check_order(p)
     check.positive(tol, "tol")
-    measure = as_attention(attention).as_measure(mu)
+    measure = as_attention(attention).as_measure(_one(mu))
     live = measure.weights > 0
     support = measure.support()
     check.moderate(support.points, "mu")
@@ -285,6 +285,17 @@ def local_lipschitz(
         int(generator.integers(2**63)),
         known_upper,
     )
+
+
+def _one(mu: Any) -> Any:
+    """``mu``, which must not be many windows."""
+    first = mu[0] if isinstance(mu, (list, tuple)) and mu else None
+    if getattr(mu, "ndim", 0) == 3 or getattr(first, "ndim", 0) == 2 or isinstance(first, Measure):
+        what = f"a list of {len(mu)}" if first is not None else f"shape {tuple(mu.shape)}"
+        raise ValueError(
+            f"mu must be one measure or array (n, d), received {what}; local_lipschitz_batch takes many windows."
+        )
+    return mu
 
 
 def _top_singular(
