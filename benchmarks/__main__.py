@@ -41,6 +41,9 @@ SCRIPTS = (
     Script(
         "local_scale", "memory and time of one head up to 65,536 tokens", (), ("--sizes", "1024", "--constant", "1024")
     ),
+    Script(
+        "long_context", "both parts of the constant of one head up to 32,768 tokens", (), ("--sizes", "1024", "2048")
+    ),
     Script("local_upper", "the local constant from above: cost, width, failures", (), ("--quick",)),
     Script("dense", "small layers: torch jacrev and a full SVD", ("torch",), ("--quick",)),
     Script("growth", "growth of the time with n, d and heads", (), ("--quick",)),

@@ -16,7 +16,8 @@ clock is read at three stops of one run:
 - "change 1e-6": the value changes by less than 1e-6 in a step, the usual rule, which proves nothing;
 - "residual 4e-5": ``|J^T J v - s^2 v| <= 4e-5 s^2``, which proves an error of 2e-5, as otattn fast does.
 
-A second run, where affordable, hoists the forward pass of the vjp out of the loop.
+A second run, where affordable, hoists the forward pass of the vjp out of the loop. "otattn device=..." is the whole call with its
+iterations in torch, on a GPU where there is one and else on the CPU.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ def memory_child(name: str, method: str) -> None:
         arpack(problem)
     elif method.endswith("whole call"):
         whole(problem)
+    elif "device" in method:
+        whole(problem, gpu_or_cpu())
     else:
         ours(problem, method.removeprefix("otattn "))
     print(resident_peak() - before)
@@ -131,11 +134,18 @@ def resident_peak() -> int:
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
-def whole(problem: Problem) -> Reading:
+def whole(problem: Problem, device: str | None = None) -> Reading:
     """The call that users make, at the accuracy of "fast"."""
     clock = Clock()
-    local = local_lipschitz(problem.attention, problem.tokens, tol=FAST_ERROR)
+    local = local_lipschitz(problem.attention, problem.tokens, tol=FAST_ERROR, device=device)
     return clock.read(local.value, local.iterations)
+
+
+def gpu_or_cpu() -> str:
+    """What the device path runs on here."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def ours(problem: Problem, precision: Any) -> Reading:
@@ -250,6 +260,7 @@ def measure(problem: Problem, repeats: int, *, everything: bool) -> tuple[float,
         lambda: {"otattn whole call": whole(problem)},
         lambda: {"otattn fast": ours(problem, "fast")},
         lambda: {"otattn precise": ours(problem, "precise")},
+        lambda: {f"otattn device={gpu_or_cpu()}": whole(problem, gpu_or_cpu())},
         lambda: {f"torch, {k}": r for k, r in power.run(stops).items()},
     ]
     if everything:
@@ -257,6 +268,7 @@ def measure(problem: Problem, repeats: int, *, everything: bool) -> tuple[float,
         runs.append(lambda: {"scipy svds, float64": arpack(problem)})
     methods: dict[str, Method] = {}
     whole(problem)
+    whole(problem, gpu_or_cpu())
     power.run(stops, max_steps=2)  # the first calls load and allocate
     for _ in range(repeats):
         for run in runs:
@@ -382,6 +394,7 @@ def write(results: list[tuple[Problem, float, list[Method]]], out: Path, threads
         f"- {processor()}; torch {threads} threads; load of the machine at the end: {load}",
         f"- Python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}, "
         f"torch {torch.__version__}",
+        f"- device: {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU (torch sees no GPU)'}",
         "- seeds: layer and tokens 0, starting vectors 0",
         "",
     ]

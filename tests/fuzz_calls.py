@@ -238,6 +238,10 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
         ),
         "sweep": (0.2, lambda: oa.sweep(g.attention(), n=count(), n_pairs=g.number(1, 2), p=p(), progress=False)),
         "local_lipschitz": (2, lambda: oa.local_lipschitz(g.attention(), mu(), p=p()).value),
+        "local_lipschitz_batch": (
+            0.5,
+            lambda: [a.value for a in oa.local_lipschitz_batch(g.attention(), g.spoiled([mu(), nu()]), p=p())],
+        ),
         "at_measure_bound": (1, lambda: oa.at_measure_bound(g.attention(), mu()).value),
         "local_growth": (
             0.5,

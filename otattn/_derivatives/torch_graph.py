@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Graph", "differentiable_attention"]
+__all__ = ["Graph", "differentiable_attention", "import_torch"]
+
+NEEDS = "this needs torch, which is not installed; install it with the extra: pip install 'otattn[torch]'."
+
+
+def import_torch() -> Any:
+    """Torch, or an ImportError that says how to have it."""
+    try:
+        import torch
+    except ImportError as exc:
+        raise ImportError(NEEDS) from exc
+    return torch
 
 
 @contextmanager

@@ -75,6 +75,7 @@ from otattn.lipschitz.comparison import RealAgainstAdversarial, real_against_adv
 from otattn.lipschitz.edits import EditStability, edit_stability
 from otattn.lipschitz.enclosure import EnclosureTable, enclose_lipschitz, enclosure_table
 from otattn.lipschitz.local.at_measure import at_measure_bound
+from otattn.lipschitz.local.batch import local_lipschitz_batch
 from otattn.lipschitz.local.depth import DepthProfile, depth_profile
 from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
@@ -109,6 +110,7 @@ __all__ = [
     "lipschitz_upper_bound",
     "local_growth",
     "local_lipschitz",
+    "local_lipschitz_batch",
     "real_against_adversarial",
     "relaxations",
     "theorems",

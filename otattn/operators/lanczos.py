@@ -12,6 +12,8 @@ from otattn import _validate as check
 from otattn._linalg import Array
 from otattn._tabular import Result
 from otattn.errors import ConvergenceError
+from otattn.operators.device import check_device
+from otattn.operators.fused import FusedJacobian
 from otattn.operators.krylov import NonFiniteError, RitzPair, top_eigenpair
 from otattn.operators.scaled import ScaledOperator
 
@@ -113,6 +115,7 @@ def top_singular(
     rng: np.random.Generator | int = 0,
     start: ArrayLike | None = None,
     allow_unconverged: bool = False,
+    device: Any = None,
 ) -> TopSingular:
     r"""The largest singular value of ``operator`` with its singular vectors.
 
@@ -138,6 +141,10 @@ def top_singular(
         added, so that no direction is missing from it.
     allow_unconverged : bool
         Return what was reached (``converged`` is False, ``value`` a lower value) where this would raise.
+    device : str or torch.device, optional
+        Where torch takes the iterations of a :class:`FusedJacobian`, in float32 and then (where the device has it) in float64.
+        Value and residual come from numpy's products in float64 all the same. Torch obeys
+        ``torch.set_float32_matmul_precision``: what TF32 rounds costs products in float64, not accuracy.
 
     Raises
     ------
@@ -171,7 +178,11 @@ def top_singular(
         raise ValueError(f"tol must lie in [1e-13, 0.1], received {wanted:g}.")
     budget = check.count(max_iter, "max_iter")
     generator = check.rng_from(rng)
-    exact = ScaledOperator(operator)
+    if device is not None:
+        if not isinstance(operator, FusedJacobian):
+            raise TypeError(f"device needs a FusedJacobian, received {type(operator).__name__}; leave device out.")
+        device = check_device(device)
+    exact = ScaledOperator(operator, device)
     v, steps = exact.start(generator), RANDOM_STEPS
     if start is not None and (guess := exact.guess(start)) is not None:
         v, steps = guess + RANDOM_SHARE / np.linalg.norm(v) * v, WARM_STEPS

@@ -11,6 +11,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from otattn import _validate as check
 from otattn._linalg import Array
 from otattn.attention import JacobianOperator
+from otattn.operators.device import DeviceGram, has_float64
 from otattn.operators.fused import FusedJacobian
 from otattn.operators.network import TwoPrecisions
 
@@ -27,10 +28,13 @@ class ScaledOperator:
     ----------
     operator : FusedJacobian, LinearOperator or matrix
         Real; anything ``scipy.sparse.linalg.aslinearoperator`` takes.
+    device : torch.device, optional
+        Where ``gram`` is computed for a FusedJacobian; its two halves, and what is evaluated, are not.
     """
 
-    def __init__(self, operator: Any) -> None:
+    def __init__(self, operator: Any, device: Any = None) -> None:
         self._fused: FusedJacobian | None = None
+        self._device = device
         self.scale, self._scaled = 1.0, False
         if isinstance(operator, FusedJacobian):
             operator = self._fused = operator if operator.dtype == np.float64 else operator.astype(np.float64)
@@ -40,24 +44,25 @@ class ScaledOperator:
         self._linear = operator if isinstance(operator, LinearOperator) else aslinearoperator(operator)
         if self._linear.dtype is not None and np.dtype(self._linear.dtype).kind == "c":
             raise ValueError("operator must be real, received a complex one; stack its real and imaginary parts.")
+        self._products: FusedJacobian | DeviceGram | None = None if device is not None else self._fused
         self.outputs, self.size = self._linear.shape
         single = self._linear.dtype is not None and np.dtype(self._linear.dtype).name in ("float16", "float32")
         self.eps = float(np.finfo(np.float32 if single else np.float64).eps)
 
     def single(self) -> ScaledOperator | None:
         """The same in float32, where there is such a form and its range holds the operator."""
-        if isinstance(self._linear, TwoPrecisions):
-            out = object.__new__(ScaledOperator)
-            out.__dict__.update(self.__dict__)
-            out._linear = self._linear.single
-            return out
-        rough = None if self._fused is None else self._fused.astype(np.float32)
-        if rough is None or rough.dtype != np.float32:
-            return None
         out = object.__new__(ScaledOperator)
         out.__dict__.update(self.__dict__)
-        out._fused = out._linear = rough
-        out.scale = rough.scale
+        if isinstance(self._linear, TwoPrecisions):
+            out._linear = self._linear.single
+            return out
+        if self._fused is None or not self._fused.layer.fits_float32:
+            return None
+        if self._device is None:
+            out._products = out._linear = self._fused.astype(np.float32)
+        else:
+            out._products = DeviceGram(self._fused.layer, self._device, np.float32)
+        out.scale = out._products.scale
         return out
 
     def start(self, rng: np.random.Generator) -> Array:
@@ -89,9 +94,18 @@ class ScaledOperator:
         if self._fused is not None:
             factor = self._fused.scale / self.scale
             if FUSED_SCALES[0] < factor < FUSED_SCALES[1]:
-                product = self._fused.scaled_gram(x).reshape(-1)
-                return product if factor == 1.0 else product * self._fused.dtype.type(factor**2)
+                products = self._ready()
+                product = products.scaled_gram(x).reshape(-1)
+                return product if factor == 1.0 else product * products.dtype.type(factor**2)
         return self._backward(self._forward(x))
+
+    def _ready(self) -> FusedJacobian | DeviceGram:
+        """What takes the products: on the device where it has float64."""
+        if self._products is None:
+            assert self._fused is not None
+            wide = has_float64(self._device)
+            self._products = DeviceGram(self._fused.layer, self._device, np.float64) if wide else self._fused
+        return self._products
 
     def evaluate(self, x: Array) -> tuple[float, Array, Array]:
         """``|J x|^2``, ``J x`` and ``J^T J x`` for a unit vector, in units of the scale."""

@@ -17,7 +17,7 @@ from otattn.attention import AttentionMap
 from otattn.attention.kernels import Projections
 from otattn.attention.single_head import SingleHead
 from otattn.lipschitz import bounds
-from otattn.lipschitz.local.value import splitting_part
+from otattn.lipschitz.local.splitting import splitting_part
 from otattn.lipschitz.theorem import THEOREMS
 from otattn.models import Transformer
 from otattn.models.layer import ModelLayer

@@ -8,16 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from otattn import _validate as check
-from otattn._derivatives.torch_graph import Graph
+from otattn._derivatives.torch_graph import Graph, import_torch
 from otattn.errors import ConvergenceError
 from otattn.torch._krylov import top_right, unit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LocalConstant", "import_torch", "local_lipschitz"]
-
-NEEDS = "otattn.torch needs torch, which is not installed; install it with the extra: pip install 'otattn[torch]'."
+__all__ = ["LocalConstant", "local_lipschitz"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +182,6 @@ def local_lipschitz(
                 f"{size.max().item():.6g} (a lower one); give steps=, a larger tol or a larger max_iter."
             )
     return found
-
-
-def import_torch() -> Any:
-    """Torch, or an ImportError that says how to have it."""
-    try:
-        import torch
-    except ImportError as exc:
-        raise ImportError(NEEDS) from exc
-    return torch
 
 
 def _tokens(tokens: Any) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otattn._derivatives.torch_graph import import_torch
 from otattn.attention import AttentionMap, Compose
 from otattn.torch._recipes import RECIPES, Made
 from otattn.torch._weights import Weights
-from otattn.torch.constant import import_torch
 
 __all__ = ["from_torch"]
 

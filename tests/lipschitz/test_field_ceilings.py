@@ -9,9 +9,11 @@ from exact_local import truth
 from test_local_upper import softmax_map
 
 import otattn as oa
+from otattn.lipschitz.local import field_ceiling
 from otattn.lipschitz.local import value as local_module
 from otattn.lipschitz.local.far_mass import field_norms
 from otattn.lipschitz.local.field_ceiling import field_ceilings
+from otattn.lipschitz.local.splitting import splitting_part
 from otattn.operators.layer import SoftmaxLayer
 
 KINDS = ["softmax", "bias", "factors", "wide", "tall", "heads", "summed", "masked", "masked heads"]
@@ -37,7 +39,7 @@ def norms_and_ceilings(attention, mu, floor):
 @pytest.mark.parametrize("logits", [0.0, 1.0, 30.0])
 def test_no_field_exceeds_its_ceiling(kind, logits):
     rng = np.random.default_rng(KINDS.index(kind))
-    for size in (1e-3, 1.0, 50.0):
+    for size in (1e-25, 1e-12, 1e-3, 1.0, 50.0):  # of the first two, moments and their squares vanish in float32
         attention = softmax_map(kind, rng, logits=logits)
         mu = measure_of(attention, size * rng.normal(size=(7, 3)), rng.dirichlet(np.ones(7)))
         for floor in (0.0, np.inf):
@@ -66,6 +68,39 @@ def test_a_ceiling_is_close_to_the_norm_of_frobenius_where_heads_are_joined():
     assert (frobenius <= joint).all()
     assert (joint <= 1.01 * frobenius).all()
     assert (joint < 0.9 * field_ceilings(SoftmaxLayer(layer, X), np.inf)).all()
+
+
+def test_the_ceiling_of_one_head_is_close_to_its_norm():
+    rng = np.random.default_rng(0)
+    head = oa.SoftmaxAttention.from_qkv(*rng.normal(size=(3, 6, 24)))
+    X = 0.3 * rng.normal(size=(20, 24))
+    norms, ceilings = norms_and_ceilings(head, X, 0.0)
+    fields = head.field_jacobian(X, X)
+    fourth = np.sum(np.linalg.svd(fields, compute_uv=False) ** 4, axis=1) ** 0.25
+    assert (norms <= ceilings).all()
+    np.testing.assert_allclose(ceilings, fourth, rtol=1e-3)
+    assert (ceilings < norms_and_ceilings(head, X, np.inf)[1]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_fields_give_the_largest_norm_of_many(kind, monkeypatch):
+    rng = np.random.default_rng(KINDS.index(kind))
+    attention = softmax_map(kind, rng)
+    mu = measure_of(attention, rng.normal(size=(300, 3)), rng.dirichlet(np.ones(300))).support()
+    found = []
+    honest = type(attention).field_jacobian
+
+    def counted(self, x, *args, **options):
+        found.append(len(x))
+        return honest(self, x, *args, **options)
+
+    norms, _ = norms_and_ceilings(attention, mu, 0.0)
+    monkeypatch.setattr(type(attention), "field_jacobian", counted)
+    assert splitting_part(attention, mu) == pytest.approx(norms.max(), rel=1e-12)
+    assert sum(found) < 300
+    # blocks of weights in many parts
+    monkeypatch.setattr(field_ceiling, "WEIGHT_BYTES", 8 * 300 * 7)
+    assert splitting_part(attention, mu) == pytest.approx(norms.max(), rel=1e-12)
 
 
 def test_logits_that_float64_does_not_resolve_have_no_ceiling():

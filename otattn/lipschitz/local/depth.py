@@ -28,7 +28,7 @@ from otattn.distances import conditional_wasserstein, wasserstein
 from otattn.lipschitz.local.far_mass import largest_field_norm
 from otattn.lipschitz.local.networks import network_of
 from otattn.lipschitz.local.partial_norms import PartialNorms
-from otattn.lipschitz.local.value import FIELD_BYTES
+from otattn.lipschitz.local.splitting import FIELD_BYTES
 from otattn.measures import SpaceTimeMeasure
 from otattn.operators import JacobianProduct, measure_jacobian, top_singular
 

@@ -9,7 +9,8 @@ with ``B_ih`` of the size of a head. Hence two ceilings of the spectral norm, ne
 
 - :math:`\sum_h \|B_{ih}\|_F`, which costs ``2 n^2 k^2`` operations a head;
 - :math:`\|D_i\|_F`, whose square is :math:`\sum_{h,g} \langle B_{ih}, (U_h^\top U_g) B_{ig} (Y_g^\top Y_h)\rangle`; it costs
-  ``4 k^3`` a pair of heads and token, and is found where the first is not enough.
+  ``4 k^3`` a pair of heads and token, and is found where the first is not enough. For one head, whose field has the norm of
+  ``B_i``, it is :math:`\|B_i^\top B_i\|_F^{1/2}` instead, at ``2 k^3`` a token.
 
 **Rounding.** Products run in float32. Let ``W`` and ``A`` bound the rows ``R_h V_h x_j`` and ``S_h K_h x_j``, of which
 the weights make averages. Weights with a relative error ``rho`` move the mean of the products by at most ``rho W A``, each of the
@@ -38,6 +39,8 @@ EPS = float(np.finfo(np.float64).eps)
 EPS32 = float(np.finfo(np.float32).eps)
 BLOCK_BYTES = 32 * 2**20
 """Of the moments of a block of tokens, and of the products of rows that they are averages of."""
+WEIGHT_BYTES = 128 * 2**20
+"""Of the weights of a block of tokens: with fewer rows the products of rows, formed for each block, would take the time."""
 FADED = -60.0
 """Weights below ``e^-60`` of the largest one of their row count as 0: denormal numbers would slow the products down."""
 WORST_WEIGHTS = 1e-2
@@ -79,18 +82,19 @@ def field_ceilings(layer: SoftmaxLayer, floor: float) -> Array:
     if not slack < np.inf:
         return out
     entries = sum(head.values.rows.shape[1] * head.pulled.rows.shape[1] for head in heads)
-    step = max(1, BLOCK_BYTES // (4 * entries))
+    step = max(1, min(BLOCK_BYTES // (4 * entries), WEIGHT_BYTES // (8 * n)))
     frames: tuple[list[list[Single]], list[list[Single]]] | None = None
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         B = [_moments(layer, head, rows) for head in heads]
         sizes = np.array([_sizes(b) for b in B])
         first = scale * (sizes.sum(axis=0) + slack)
-        left = np.flatnonzero(first > floor) if len(heads) > 1 else np.empty(0, dtype=np.intp)
+        left = np.flatnonzero(first > floor)
         if left.size:
-            frames = _frames(heads) if frames is None else frames
-            second = scale * (_joint([b[left] for b in B], sizes[:, left], frames) + slack)
-            first[left] = np.minimum(first[left], second)
+            frames = _frames(heads) if frames is None and len(heads) > 1 else frames
+            kept = [b[left] for b in B]
+            finer = _alone(kept[0], sizes[0, left]) if frames is None else _joint(kept, sizes[:, left], frames)
+            first[left] = np.minimum(first[left], scale * (finer + slack))
         out[rows] = first * (1.0 + 1e3 * EPS)
     return out
 
@@ -150,9 +154,17 @@ def _moments(layer: SoftmaxLayer, head: _Head, rows: slice) -> Single:
 
 
 def _sizes(B: Single) -> Array:
-    """Frobenius norms from above."""
+    """Frobenius norms from above; what vanished below float32 (of squares, and of the entries themselves) is added."""
     squares = np.einsum("iab,iab->ia", B, B).sum(axis=1, dtype=np.float64)
-    return np.asarray(np.sqrt(squares) * (1.0 + (B.shape[2] + 4) * EPS32) + np.finfo(np.float32).tiny)
+    lost = 4.0 * B[0].size * float(np.finfo(np.float32).tiny)
+    return np.asarray(np.sqrt(squares * (1.0 + (B.shape[2] + 4) * EPS32) ** 2 + lost))
+
+
+def _alone(B: Single, sizes: Array) -> Array:
+    """``||B_i^T B_i||_F^{1/2}`` from above, as ``||B||^4 <= sum_j s_j(B)^4``; the product is off by ``(k + 4) u |B|^2``."""
+    G = np.swapaxes(B, 1, 2) @ B
+    unit = (B.shape[1] + 4) * EPS32
+    return np.asarray(np.sqrt(_sizes(G) + unit * sizes**2))
 
 
 def _frames(heads: list[_Head]) -> tuple[list[list[Single]], list[list[Single]]]:

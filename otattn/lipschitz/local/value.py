@@ -14,21 +14,21 @@ from otattn._tabular import Result
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure, as_attention
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.local.far_mass import far_mass, largest_field_norm
-from otattn.lipschitz.local.field_ceiling import field_ceilings
+from otattn.lipschitz.local.far_mass import far_mass
 from otattn.lipschitz.local.mixed_norms import mixed_local
+from otattn.lipschitz.local.splitting import splitting_beside, splitting_part
 from otattn.lipschitz.local.upper_side import UpperKind, constant_above
 from otattn.measures import Domain
 from otattn.operators import FusedJacobian, measure_jacobian, top_singular
+from otattn.operators.device import check_device
 from otattn.operators.layer import SoftmaxLayer
 
-__all__ = ["LocalLipschitz", "local_lipschitz", "splitting_part"]
+__all__ = ["LocalLipschitz", "local_lipschitz"]
 
 Array = NDArray[np.float64]
 _TOO_LARGE = "the derivative must fit in float64; scale the tokens, A or V down."
 DENSE_ENTRIES = 40_000
 """Jacobians of at most this many entries are decomposed densely."""
-FIELD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +182,7 @@ def local_lipschitz(
     domain: Domain | None = None,
     failure: float = 1e-9,
     rng: np.random.Generator | int = 0,
+    device: Any = None,
 ) -> LocalLipschitz:
     r"""The local Lipschitz constant of ``F(mu) = (Gamma_mu)_# mu`` in the W_p metric.
 
@@ -208,6 +209,10 @@ def local_lipschitz(
         Largest probability that ``upper`` is below the constant, where it is of the kind "probabilistic" (large n).
     rng : Generator or int
         Starting vectors.
+    device : str or torch.device, optional
+        Where torch iterates for softmax heads and layers, masked or not (p = 2): "cpu", "cuda". What it finds is evaluated
+        by numpy in float64 all the same, so that value, residual and tolerance mean what they mean without it. Small
+        Jacobians are decomposed, the splitting part and ``upper`` are found without it.
 
     Raises
     ------
@@ -228,7 +233,7 @@ def local_lipschitz(
     """
     order = check.check_order(p)
     check.positive(tol, "tol")
-    measure = as_attention(attention).as_measure(mu)
+    measure = as_attention(attention).as_measure(_one(mu))
     live = measure.weights > 0
     support = measure.support()
     check.moderate(support.points, "mu")
@@ -236,15 +241,19 @@ def local_lipschitz(
     check.probability(failure, "failure")
     if order not in (1.0, 2.0, np.inf):
         raise ValueError(f"p must be 1, 2 or inf for a local constant, received {p!r}.")
+    if device is not None:
+        device = check_device(device, attention)
+        if order != 2.0:
+            raise ValueError(f"device needs p = 2, received p = {p!r}; leave device out.")
     residual, iterations, known_upper, layer = 0.0, 0, None, None
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
             if order == 2.0:
-                lower, u, v, residual, iterations, layer = _top_singular(attention, support, tol, generator)
+                lower, u, v, residual, iterations, layer = _top_singular(attention, support, tol, generator, device)
                 particle = lower
             else:
                 lower, known_upper, particle, u, v = mixed_local(attention, support, order, generator)
-            splitting, ceiling = _splitting(attention, support, None if domain is not None else layer, particle)
+            splitting, ceiling = splitting_beside(attention, support, None if domain is not None else layer, particle)
     except np.linalg.LinAlgError as exc:
         raise OverflowError(_TOO_LARGE) from exc
     if not np.isfinite([lower, known_upper or 0.0, particle, splitting or 0.0]).all():
@@ -278,47 +287,19 @@ def local_lipschitz(
     )
 
 
-def splitting_part(attention: AttentionMap, mu: Measure, *, ceilings: Array | None = None, floor: float = 0.0) -> float:
-    """``max_i ||D_x Gamma_mu(x_i)||``, in row chunks; 0 for maps whose atoms do not split.
-
-    ``ceilings`` bound the norms atom by atom: those that are not above ``floor``, or above what has been found, are left out.
-    """
-    if not attention.splits:
-        return 0.0
-    d = mu.dim
-    e = d if attention.out_dim is None else attention.out_dim
-    rows = max(1, FIELD_BYTES // (8 * d * e))
-    ceilings = np.full(mu.n, np.inf) if ceilings is None else ceilings
-    order = np.argsort(-ceilings, kind="stable")
-    best = floor
-    for start in range(0, mu.n, rows):
-        part = order[start : start + rows]
-        part = part[ceilings[part] > best]
-        if not part.size:
-            break
-        times = mu.times[part] if attention.causal else None  # type: ignore[union-attr]
-        best = largest_field_norm(attention.field_jacobian(mu.points[part], mu, times=times), best)
-    return float(best)
-
-
-def _splitting(
-    attention: AttentionMap, mu: Measure, layer: SoftmaxLayer | None, particle: float
-) -> tuple[float | None, float]:
-    """The splitting part where it may exceed the particle part (else None), and a ceiling of it."""
-    if layer is None or not attention.splits:
-        known = splitting_part(attention, mu)
-        return known, known
-    ceilings = np.empty(mu.n)
-    ceilings[layer.chosen] = field_ceilings(layer, particle)
-    highest = float(ceilings.max())
-    if highest <= particle:
-        return None, highest
-    found = splitting_part(attention, mu, ceilings=ceilings, floor=particle)
-    return (found, found) if found > particle else (None, particle)
+def _one(mu: Any) -> Any:
+    """``mu``, which must not be many windows."""
+    first = mu[0] if isinstance(mu, (list, tuple)) and mu else None
+    if getattr(mu, "ndim", 0) == 3 or getattr(first, "ndim", 0) == 2 or isinstance(first, Measure):
+        what = f"a list of {len(mu)}" if first is not None else f"shape {tuple(mu.shape)}"
+        raise ValueError(
+            f"mu must be one measure or array (n, d), received {what}; local_lipschitz_batch takes many windows."
+        )
+    return mu
 
 
 def _top_singular(
-    attention: AttentionMap, mu: Measure, tol: float, rng: np.random.Generator
+    attention: AttentionMap, mu: Measure, tol: float, rng: np.random.Generator, device: Any
 ) -> tuple[float, Array, Array, float, int, SoftmaxLayer | None]:
     """Top singular triple of ``W^{1/2} J W^{-1/2}``: sigma, u, v, relative residual, products, and the layer that was fused."""
     n, d = mu.n, mu.dim
@@ -328,7 +309,7 @@ def _top_singular(
         U, s, Vt = np.linalg.svd(dense, full_matrices=False)
         return float(s[0]), U[:, 0].reshape(n, e), Vt[0].reshape(n, d), 0.0, 0, None
     J = measure_jacobian(attention, mu)
-    top = top_singular(J, precision="precise", tol=tol, rng=rng)
+    top = top_singular(J, precision="precise", tol=tol, rng=rng, device=device)
     return (
         top.value,
         top.left.reshape(n, e),
