@@ -187,7 +187,7 @@ def segment_of(
     sizes = [float(_norms(frame[0][None])[0])]  # ||Q_u||
     errors = [first_error, *(s.image_error for s in stages)]
     for t, stage in enumerate(stages):
-        R, inverse = _roots(S, FLOOR_IN)
+        R, inverse = _roots(S, FLOOR_IN, errors[t])
         if t == 0:
             alpha = rows(inverse) * MARGIN
             turns.append(np.broadcast_to(frame[1], S.shape))
@@ -228,10 +228,10 @@ def _norms(M: Array) -> Array:
     return np.asarray(np.linalg.svd(M, compute_uv=False)[:, 0]) * MARGIN
 
 
-def _roots(S: Array, floor: float) -> tuple[Array, Array]:
-    """``(S + floor ||S||)^{1/2}`` and its inverse."""
+def _roots(S: Array, floor: float, error: float = 0.0) -> tuple[Array, Array]:
+    """``(S + max(floor ||S||, error^2))^{1/2}`` and its inverse: nothing is finer than the error of what enters."""
     w, E = np.linalg.eigh(0.5 * (S + np.swapaxes(S, 1, 2)))
-    w = np.maximum(w, 0.0) + np.maximum(floor * w[:, -1:], 1e-250)
+    w = np.maximum(w, 0.0) + np.maximum(floor * w[:, -1:], max(error**2, 1e-250))
     root = np.sqrt(w)[:, None, :]
     return np.asarray((E * root) @ np.swapaxes(E, 1, 2)), np.asarray((E / root) @ np.swapaxes(E, 1, 2))
 

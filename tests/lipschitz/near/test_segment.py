@@ -236,3 +236,15 @@ def test_sums_of_powers():
         assert cubes <= u.max() ** 2 * np.linalg.norm(U, 2) * (1 + 1e-9)
     one = np.array([[3.0, 0.0], [0.0, 1.0]])
     assert _powers(one @ one.T, np.array([3.0, 1.0]), 3.0) == pytest.approx((27.0, 81.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("where", ["heads", "perceptron"])
+def test_tokens_that_do_not_move_the_next_stage(where):
+    """A stage without a slope, known up to the rounding of its bias: coordinates are no finer than that."""
+    off = oa.MultiHeadAttention([oa.SoftmaxAttention(np.eye(d), np.zeros((d, d)))], [np.eye(d)], output_bias=drawn(d))
+    flat = oa.MLP(drawn(5, d), drawn(5), np.zeros((d, 5)), output_bias=drawn(d))
+    attention = (
+        oa.Compose(off, NORM) if where == "heads" else oa.Compose(oa.SoftmaxAttention(np.eye(d), np.eye(d)), flat, NORM)
+    )
+    found = oa.certify(attention, X, radius=1e-6)
+    assert 0.0 <= found.value < 1e-8
