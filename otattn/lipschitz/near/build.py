@@ -25,7 +25,7 @@ from otattn.lipschitz.near.normed import BlockNorms
 from otattn.lipschitz.near.rotary import Lift, lifted, rotary_heads
 from otattn.lipschitz.near.scores import bare, score_heads, why_no_scores
 from otattn.lipschitz.near.segment import Run
-from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms
+from otattn.lipschitz.near.stack import DENSE, Chain, Linear, Stage, chain_of, dense_norms, product
 from otattn.lipschitz.near.tokenwise import perceptron, tokenwise_errors, tokenwise_expansion
 
 __all__ = ["chain_at", "why_not"]
@@ -70,7 +70,9 @@ def chain_at(map: AttentionMap, tokens: Array) -> Chain:
     path = _path(map, tokens)
     whole = _segments(path)
     # in a stack the rows of a segment would be charged for all that may enter it: six layers get a ninth of the radius
-    return _chain(whole if len(whole) == 1 else path, None, None)
+    if len(whole) == 1 and np.isfinite((chain := _chain(whole, None, None)).norm):
+        return chain
+    return _chain(path, None, None)
 
 
 def _path(map: AttentionMap, x: Array) -> list[_Point]:
@@ -251,38 +253,15 @@ def _sum(branches: tuple[tuple[_Point, ...], ...]) -> tuple[Linear, float, float
 
 def _product_of(inner: tuple[_Point, ...]) -> tuple[Linear, float, float]:
     """The Jacobian of a composition, its error and that of the image."""
-    parts = [p.jacobian for p in inner]
-    matrix: Array | None = None
-    lost = 0.0
-    if all(p.matrix is not None for p in parts):
-        for p in parts:
-            assert p.matrix is not None
-            if matrix is None:
-                matrix = p.matrix
-                continue
-            size = float(norm_upper(p.matrix))
-            lost = lost * size + 4.0 * (len(matrix) + 8) * EPS * size * float(norm_upper(matrix))
-            matrix = p.matrix @ matrix
-
-    def jvp(v: Array) -> Array:
-        for p in parts:
-            v = p.jvp(v)
-        return v
-
-    def vjp(g: Array) -> Array:
-        for p in reversed(parts):
-            g = p.vjp(g)
-        return g
-
+    jacobian, lost = product([p.jacobian for p in inner])
     slope, value = inner[0].jacobian_error, inner[0].image_error
-    S = len(parts)
+    S = len(inner)
     if S > 1:  # the factors' own errors, telescoped with the norms of what is around them
         chain = _chain(list(inner), None, None)
         slopes = [t.jacobian_error + t.expansion.growth(e) for t, e in zip(chain.stages, chain.offs, strict=True)]
         slope = float(sum(chain.norms[t + 1, S] * slopes[t] * chain.norms[0, t] for t in range(S)))
         value = chain.image_error
-    n, d, _ = parts[0].shape
-    return Linear(matrix, jvp, vjp, (n, d, parts[-1].shape[2])), lost + slope, value
+    return jacobian, lost + slope, value
 
 
 def _linear(map: AttentionMap, x: Array, dense: bool) -> Linear:

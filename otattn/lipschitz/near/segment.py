@@ -26,7 +26,8 @@ bound the change.
 Rounding. The float tokens are not the images of each other: ``x_{t+1} = f_t(x_t) + eps_t``. Displacements are taken from the
 float tokens; then eps adds to b, and cancels in ``F(x + D) - F(x)``, which is ``J_T .. J_0 D`` and the errors at ``x + D`` less
 those at x: both are counted or, where it is less, ``|D|`` times the largest change of the Jacobian between them. So is the
-change of the Jacobian from that at the images to the product. Products of matrices of single tokens, whose condition is
+change of the Jacobian from that at the images to the product. The J of the token-wise stages are floats: ``Q (J - float) R`` is a
+linear part of their remainder, and of their growth. Products of matrices of single tokens, whose condition is
 below 1e4, have a margin of 1e-9.
 """
 
@@ -40,7 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn._linalg import spectral_norm_upper
 from otattn.attention import Residual, TokenwiseMap
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.coordinates import likely_norm, roots_of
@@ -48,7 +49,7 @@ from otattn.lipschitz.near.expansion import Expansion
 from otattn.lipschitz.near.gram_jacobian import row_grams
 from otattn.lipschitz.near.head import HeadAtTokens
 from otattn.lipschitz.near.heads import turned
-from otattn.lipschitz.near.stack import Linear, Stage
+from otattn.lipschitz.near.stack import Linear, Stage, product
 from otattn.lipschitz.near.tokenwise import tokenwise_expansion
 
 __all__ = ["Run", "Segment", "TokenStage", "output_frame", "segment_of"]
@@ -89,6 +90,8 @@ class Segment:
     out: float
     alpha: float
     tokens: tuple[tuple[Expansion, ...], ...]
+    tilts: tuple[Array, ...]
+    """``|Q_{t,i} (J_{t,i} - float) R_{t,i}|`` ``(n,)``: the J of the coordinates are floats."""
     k: tuple[tuple[Array, ...], ...]
     """``k[t - 1][u]`` ``(n,)``, u < t."""
     slack: tuple[float, ...]
@@ -118,11 +121,11 @@ class Segment:
         rho = self.first.remainder(r)
         value, lengths = self.out * rho, []
         errors: list[Array] = []
-        for stages, k, slack in zip(self.tokens, self.k, self.slack, strict=True):
+        for stages, tilt, k, slack in zip(self.tokens, self.tilts, self.k, self.slack, strict=True):
             parts = [k[u + 1] * errors[u] for u in range(len(errors))]
             b = r + k[0] * rho + sum(parts) + slack
             total = self.alpha * r + float(k[0].max()) * rho + sum(float(np.linalg.norm(p)) for p in parts) + slack
-            lost = np.array([f.remainder(float(x)) for f, x in zip(stages, b, strict=True)])
+            lost = np.array([f.remainder(float(x)) for f, x in zip(stages, b, strict=True)]) + tilt * b
             value += _shared(lost, b, total)
             lengths.append(b)
             errors.append(lost)
@@ -133,11 +136,12 @@ class Segment:
         grown = self.first.growth(r)
         value = self.out * grown
         errors: list[Array] = []
-        for stages, k, b in zip(self.tokens, self.k, self._walk(r)[1], strict=True):
+        for stages, tilt, k, b in zip(self.tokens, self.tilts, self.k, self._walk(r)[1], strict=True):
             parts = [k[u + 1] * errors[u] for u in range(len(errors))]
             rows = 1.0 + k[0] * grown + sum(parts)
             total = self.alpha + float(k[0].max()) * grown + sum(float(np.linalg.norm(p)) for p in parts)
-            errors.append(np.array([f.growth(float(x)) for f, x in zip(stages, b, strict=True)]) * rows)
+            grown_by = np.array([f.growth(float(x)) for f, x in zip(stages, b, strict=True)])
+            errors.append((grown_by + tilt) * rows)
             value += _shared(errors[-1], rows, total)
         return float(value) if value == value else float("inf")
 
@@ -181,7 +185,7 @@ def segment_of(
     """
     ends = _ends(stages, left)
     out = float(_norms(ends[0] @ frame[1]).max())
-    S, tokens, k, slack = grams * MARGIN, [], [], []
+    S, tokens, tilts, k, slack = grams * MARGIN, [], [], [], []
     alpha = 0.0
     turns: list[Array] = []  # M_{u:t-1} Q_u^{-1}
     sizes = [float(_norms(frame[0][None])[0])]  # ||Q_u||
@@ -197,16 +201,19 @@ def segment_of(
         Q = None if last else _roots(np.swapaxes(ends[t + 1], 1, 2) @ ends[t + 1] * MARGIN, FLOOR_OUT)
         lefts = [left] * len(S) if Q is None else list(Q[0])
         tokens.append(tuple(stage.expansion(i, lefts[i], R[i]) for i in range(len(S))))
+        measured = (
+            np.eye(stage.slopes.shape[1])[None]
+            if left is None and Q is None
+            else np.stack([np.asarray(q) for q in lefts])
+        )
+        tilts.append(stage.slope_error * _norms(measured) * _norms(R))
         turns = [stage.slopes @ M for M in turns]
         if Q is not None:
             turns.append(Q[1])
             sizes.append(float(_norms(Q[0]).max()))
-            wide = _norms(stage.slopes)
             S = stage.slopes @ (R @ R) @ np.swapaxes(stage.slopes, 1, 2) * MARGIN
-            more = (2.0 * wide + stage.slope_error) * stage.slope_error * _norms(R) ** 2
-            S[:, np.arange(S.shape[1]), np.arange(S.shape[1])] += more[:, None]
     image = sum(float(_norms(M).max()) * e for M, e in zip(ends, errors, strict=True))
-    return Segment(first, out, alpha, tuple(tokens), tuple(k), tuple(slack), image)
+    return Segment(first, out, alpha, tuple(tokens), tuple(tilts), tuple(k), tuple(slack), image)
 
 
 def output_frame(stages: list[TokenStage], left: Array | None) -> Array:
@@ -246,30 +253,15 @@ class Run:
     branches: tuple[tuple[Any, ...], ...]
     bare: tuple[Any, ...]
     jacobian: Linear
+    rounded: float
+    """What the product of the float matrices lost."""
     map: None = None
     heads: None = None
 
     @classmethod
     def of(cls, points: list[Any], bare: list[Any]) -> Run:
-        parts = [p.jacobian for p in points]
-        (n, d, _), e = parts[0].shape, parts[-1].shape[2]
-        matrix: Array | None = None
-        if all(p.matrix is not None for p in parts):
-            matrix = np.eye(n * d)
-            for p in parts:
-                matrix = p.matrix @ matrix
-
-        def jvp(v: Array) -> Array:
-            for p in parts:
-                v = p.jvp(v)
-            return v
-
-        def vjp(g: Array) -> Array:
-            for p in reversed(parts):
-                g = p.vjp(g)
-            return g
-
-        return cls((tuple(points),), tuple(bare), Linear(matrix, jvp, vjp, (n, d, e)))
+        jacobian, lost = product([p.jacobian for p in points])
+        return cls((tuple(points),), tuple(bare), jacobian, lost)
 
     def expansion(self, left: Array | None, right: Array | None) -> Segment:
         """Of ``left f(right z)``."""
@@ -294,11 +286,9 @@ class Run:
     def stage(self, left: Array | None, right: Array | None) -> Stage:
         """The stage, with the errors that the floats of its parts make."""
         found = self.expansion(left, right)
-        sizes = [self._stretch, *(float(np.linalg.norm(s.slopes, axis=(1, 2)).max()) for s in self._stages)]
-        lost = 0.0  # of the product of the float Jacobians
-        for k, p in enumerate(self.branches[0]):
-            others = float(np.prod(sizes[:k])) * float(np.prod(sizes[k + 1 :]))
-            lost += others * (p.jacobian_error + 16.0 * (p.x.size + 8) * EPS * sizes[k]) * MARGIN
+        # of the first stage; those of the others are in the segment
+        ends = float(np.prod([np.linalg.norm(s.slopes, axis=(1, 2)).max() for s in self._stages]))
+        lost = (ends * self.branches[0][0].jacobian_error + self.rounded) * MARGIN
         lost = _size(left) * lost * _size(right) + found.change(0.0)
         return Stage(self.jacobian, found, lost, found.float_error)
 
@@ -309,17 +299,6 @@ class Run:
     @cached_property
     def _stages(self) -> list[TokenStage]:
         return [_token_stage(p, b) for p, b in zip(self.branches[0][1:], self.bare[1:], strict=True)]
-
-    @property
-    def _stretch(self) -> float:
-        """A crude bound of the norm of the Jacobian of the attention."""
-        total = 0.0
-        for h in (h.levered for h in self._heads):
-            G, Y, _ = h.sizes
-            M = h.weights * (h.v + Y * G[:, None]) + np.diag(np.linalg.norm(h.field, axis=(1, 2)) + h.dfield)
-            total += (1.0 if h.W is None else float(norm_upper(h.W))) * float(spectral_norm_upper(M))
-        first = self.branches[0][0]
-        return total if first.heads is not None else 1.0 + abs(_scale(first)) * total
 
 
 def _token_stage(p: Any, bare: Any) -> TokenStage:

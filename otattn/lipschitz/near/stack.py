@@ -26,7 +26,7 @@ of a product by at most ``sum_t ||J_{t+1:b}|| h_t ||J_{a:t-1}||``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,6 +54,32 @@ class Linear:
     vjp: Product
     shape: tuple[int, int, int]
     """n, dimension of the inputs, dimension of the outputs."""
+
+
+def product(parts: Sequence[Linear]) -> tuple[Linear, float]:
+    """The Jacobian of a composition, and what the rounding of the products of float matrices does to it."""
+    matrix, lost = parts[0].matrix, 0.0
+    if any(p.matrix is None for p in parts):
+        matrix = None
+    for p in parts[1:]:
+        if matrix is None or p.matrix is None:
+            break
+        size = float(norm_upper(p.matrix))
+        lost = lost * size + 4.0 * (len(matrix) + 8) * EPS * size * float(norm_upper(matrix))
+        matrix = p.matrix @ matrix
+
+    def jvp(v: Array) -> Array:
+        for p in parts:
+            v = p.jvp(v)
+        return v
+
+    def vjp(g: Array) -> Array:
+        for p in reversed(parts):
+            g = p.vjp(g)
+        return g
+
+    n, d, _ = parts[0].shape
+    return Linear(matrix, jvp, vjp, (n, d, parts[-1].shape[2])), lost
 
 
 @dataclass(frozen=True, eq=False)
