@@ -54,6 +54,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.rows import row_norm
 from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of, unit_numbers
 from otattn.lipschitz.forms.anchor_rows import AnchorRows
@@ -149,8 +150,8 @@ def _defect(head: UnitNumbers) -> tuple[float, float]:
     return alpha, (top(norm_upper(head.A + form)) + rounded + head.noise) * (1.0 + 1e-12)
 
 
-def _fails(head: UnitNumbers) -> str | None:
-    """Why the head is none of this theorem."""
+def _fails(head: UnitNumbers, dim: int | None) -> str | None:
+    """Why the head, of tokens in ``R^dim``, is none of this theorem."""
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return None
     if not head.centred:
@@ -158,6 +159,8 @@ def _fails(head: UnitNumbers) -> str | None:
             "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
             f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
         )
+    if len(head.A) != dim:  # what A does not see of a token may lie between two
+        return f"the form A must be -alpha I on all of R^{dim}, received factors of it on {len(head.A)} dimensions"
     alpha, defect = _defect(head)
     if not alpha > 0.0 or not defect <= 1e-10 * alpha:
         return f"the form A must be -alpha I with alpha > 0, received one at distance {defect:g} from {-alpha:g} I (times R^2)"
@@ -167,12 +170,16 @@ def _fails(head: UnitNumbers) -> str | None:
 
 
 def _negative_identity(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    return _fails(unit_numbers(attention, domain))
+    A = softmax_head(attention).A
+    away = np.linalg.norm(A - np.trace(A) / len(A) * np.eye(len(A)))
+    if away > 1e-9 * np.linalg.norm(A):  # the numbers of a head take longer
+        return f"the form A must be -alpha I with alpha > 0, received one at distance {away:g} from a multiple of I"
+    return _fails(unit_numbers(attention, domain), attention.in_dim)
 
 
-def _hypotheses(head: UnitNumbers) -> tuple[float, float]:
+def _hypotheses(head: UnitNumbers, dim: int | None) -> tuple[float, float]:
     """``alpha R^2`` and the distance of A to its multiple of the identity."""
-    why = _fails(head)
+    why = _fails(head, dim)
     if why is not None:
         raise ValueError(f"negative_identity does not apply: {why}; use relaxations.rows_and_columns.")
     return _defect(head)
@@ -182,24 +189,25 @@ def _hypotheses(head: UnitNumbers) -> tuple[float, float]:
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for negative_identity, received {statement.p:g}.")
-    n = check.count(statement.n, "n", least=3)
-    return {"head": numbers_of(statement), "n": n, "target": number(statement.options, "target", least=-math.inf)}
+    head, n = numbers_of(statement), check.count(statement.n, "n", least=3)
+    alpha, defect = _hypotheses(head, statement.attention.in_dim)
+    target = number(statement.options, "target", least=-math.inf)
+    return {"head": head, "alpha": alpha, "defect": defect, "n": n, "target": target}
 
 
 @dual_function("negative_identity", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
-    head, n = problem["head"], problem["n"]
-    alpha, _ = _hypotheses(head)
-    total = Total.of(lift(alpha) if head.exact else alpha, n, multipliers)
+    alpha = problem["alpha"]
+    total = Total.of(lift(alpha) if problem["head"].exact else alpha, problem["n"], multipliers)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     found = proved_below(total.bound, *total.cover(), target=problem["target"], max_cells=2 * _CELLS)
-    return _bound(found, head, n)
+    return _bound(found, problem)
 
 
-def _bound(log_square: float, head: UnitNumbers, n: int) -> Any:
+def _bound(log_square: float, problem: Mapping[str, Any]) -> Any:
     """The bound that a proved maximum of the square gives, outward."""
-    alpha, defect = _hypotheses(head)
-    a, size, log_value = (lift(x) if head.exact else x for x in (alpha, float(n), log_square))
+    head, alpha, defect = problem["head"], problem["alpha"], problem["defect"]
+    a, size, log_value = (lift(x) if head.exact else x for x in (alpha, float(problem["n"]), log_square))
     # differences of size a lose a few units of a, the square is at least a
     margin = 0.0 if head.exact else 1e-12 + 1e-14 * alpha
     return head.v * (np.exp(0.5 * (log_value + margin)) + defect * ((4.0 + 7.0 * a) * np.sqrt(size) + 2.0 * a + 1.0))
@@ -215,7 +223,8 @@ def _bound(log_square: float, head: UnitNumbers, n: int) -> Any:
 def negative_identity(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
     """Upper bound of the Lipschitz constant of n tokens for ``A = -alpha I``, by branch and bound.
 
-    It is the sharpest for ``alpha R^2`` of 2 and more; free of the dimension, and of V but for its norm.
+    It is sharper than the general bounds for ``alpha R^2`` above 1 to 4 (more for more tokens), free of the dimension, and of V
+    but for its norm.
 
     Other Parameters
     ----------------
@@ -240,8 +249,9 @@ def negative_identity(attention: AttentionMap, domain: Domain, n: int, p: float,
     head = numbers_of(statement)
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return trivial(statement)
-    alpha, _ = _hypotheses(head)
-    directions, cells, tol = (800, 128, 5e-4) if deep else (200, 64, 2e-3)
+    alpha, defect = _hypotheses(head, attention.in_dim)
+    problem = {"head": head, "alpha": alpha, "defect": defect, "n": n}
+    directions, cells, tol = (800, 128, 5e-4) if deep else (400, 80, 1e-3)
     multipliers = {
         "angles": np.linspace(0.0, math.pi / 2, directions + 1),
         "levels": np.linspace(0.0, 1.0, cells + 1),
@@ -255,8 +265,8 @@ def negative_identity(attention: AttentionMap, domain: Domain, n: int, p: float,
         multipliers=multipliers,
         solver="branch and bound",
         solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
-        solver_value=float(_bound(found.seen, head, n)),
+        solver_value=float(_bound(found.seen, problem)),
         details={"cells": found.cells},
         # the maximum has just been proved: what a recheck raises it by is added
-        proved=float(_bound(found.value + 1e-11, head, n)),
+        proved=float(_bound(found.value + 1e-11, problem)),
     )
