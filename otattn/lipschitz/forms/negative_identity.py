@@ -63,6 +63,8 @@ from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
 _CELLS = 1_000_000
+_SHARES = 24
+"""Numbers xi of which each box takes the best; neighbours differ by a third, the bound by a thousandth."""
 _RANGE = 1e-6, 1e4
 """``alpha R^2``: below it is no better than the row bound, above its differences lose their digits."""
 
@@ -84,7 +86,7 @@ class Total:
         angles, levels = (multiplier(multipliers, k, multipliers[k].shape) for k in ("angles", "levels"))
         rows = AnchorRows.of(a, n, angles, levels)
         r = multiplier(multipliers, "radii", (angles.size - 1, levels.size), sign=True)
-        xi = multiplier(multipliers, "xi", multipliers["xi"].shape, positive=True).ravel()
+        xi = multiplier(multipliers, "xi", (_SHARES,), positive=True)
         if (r > 1.0).any() or r[:, 0].any():
             raise ValueError(f"radii must be at most 1, the first 0, received {r.max()} and {r[:, 0].max()}.")
         square = rows.row(r) ** 2
@@ -255,7 +257,7 @@ def negative_identity(attention: AttentionMap, domain: Domain, n: int, p: float,
     multipliers = {
         "angles": np.linspace(0.0, math.pi / 2, directions + 1),
         "levels": np.linspace(0.0, 1.0, cells + 1),
-        "xi": np.geomspace(0.005, 2.5, 24),
+        "xi": np.geomspace(0.005, 2.5, _SHARES),
     }
     multipliers["radii"] = AnchorRows.of(alpha, n, multipliers["angles"], multipliers["levels"]).radii()
     found = Total.of(alpha, n, multipliers).maximum(tol)
