@@ -64,7 +64,7 @@ from otattn.measures.domains import Domain
 
 _CELLS = 1_000_000
 _SHARES = 24
-"""Numbers xi of which each box takes the best; neighbours differ by a third, the bound by a thousandth."""
+"""Numbers xi of which each box takes the best; neighbours differ by a third."""
 _RANGE = 1e-6, 1e4
 """``alpha R^2``: below it is no better than the row bound, above its differences lose their digits."""
 
