@@ -327,6 +327,14 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.02,
             lambda: oa.relaxations.psd(g.softmax(), radius=size["radius"](), n=count(), effort=g.number("fast")).value,
         ),
+        "relaxations.negative_identity": (
+            0.02,
+            lambda: (
+                oa.relaxations.negative_identity(
+                    g.softmax(), radius=size["radius"](), n=count(), effort=g.number("fast")
+                ).value
+            ),
+        ),
         "relaxations.two_tokens": (0.02, lambda: oa.relaxations.two_tokens(g.softmax(), radius=size["radius"]()).value),
         "flow": (
             0.5,

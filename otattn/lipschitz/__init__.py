@@ -25,9 +25,9 @@ the leading constant ``c* R^2 sqrt(n)`` (:mod:`~otattn.lipschitz.lower.witnesses
 
 **From above**, for softmax attention, ``a = ||A|| R^2``, ``v = ||V||``, ``sigma = sup ||V C A||``:
 
-====================  =====================================================  =========================================
+====================  =====================================================  ==============================================
 statement             bound of the constant                                  proof
-====================  =====================================================  =========================================
+====================  =====================================================  ==============================================
 field part            ``sigma``, exact on balls and ellipsoids               :mod:`~otattn.lipschitz.constants.field`
 row bound             about ``v a sqrt(n/2)``, every n                       :mod:`~otattn.lipschitz.upper.softmax`
 column bound          ``v (a + e^{kappa/2} sqrt(1 + a^2))``, any measure     :mod:`~otattn.lipschitz.upper.softmax`
@@ -36,6 +36,7 @@ W_inf                 ``v (a + sqrt(1 + a^2))``, neither n nor exponential   :mo
 rows and columns      a joint program over the two tokens that move most     :mod:`~otattn.lipschitz.upper.rows_and_columns`
 mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.upper.mean_field`
 PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.upper.psd`
+A = -alpha I          anchors that others use have dead rows                 :mod:`~otattn.lipschitz.forms.negative_identity`
 two tokens            quadratic forms under quadratic constraints            :mod:`~otattn.lipschitz.upper.two_tokens`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`
@@ -45,7 +46,7 @@ whole blocks          products of the parts' constants on their regions      :mo
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
 stacks near tokens    ``||J|| + C r + ..``, norms of partial products at X   :mod:`~otattn.lipschitz.upper.second_order`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
-====================  =====================================================  =========================================
+====================  =====================================================  ==============================================
 
 ``kappa = max <g(x), y - x>`` is ``a/4`` for ``A = alpha I``, ``2a`` for ``A = -alpha I`` and ``a`` for a skew A. The baselines
 (Castin, Ablin, Peyre 2024; Geshkovski et al. 2023; Kim, Papamakarios, Mnih 2021) are in

@@ -5,6 +5,7 @@ from otattn.lipschitz.constants.column_exponent import column_exponent
 from otattn.lipschitz.constants.field import field_certificate
 from otattn.lipschitz.constants.self_entropy import row_certificate, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
+from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.upper.mean_field import mean_field
 from otattn.lipschitz.upper.near_tokens import near_tokens
 from otattn.lipschitz.upper.psd import psd
@@ -18,6 +19,7 @@ __all__ = [
     "interval_simplex",
     "mean_field",
     "near_tokens",
+    "negative_identity",
     "psd",
     "row_certificate",
     "rows_and_columns",

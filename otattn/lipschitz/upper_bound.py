@@ -87,10 +87,15 @@ def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, *, effort
 def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float, closed: list[Bound]) -> bool:
     """Whether a relaxation may win, or costs little.
 
-    The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions.
+    The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions;
+    that of ``A = -alpha I`` is never below ``v phi(a) sqrt(n - 2)`` (one token moves, and n - 2 rows look at it).
     """
     if record.key == "two_tokens":
         return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
+    if record.key == "negative_identity" and isinstance(attention, SoftmaxAttention) and n is not None:
+        row = next((b.details for b in closed if b.theorem == "row_bound" and "t" in b.details), None)
+        least = 0.0 if row is None else spectral_norm(attention.V) * row["row_constant"] * math.sqrt(max(n - 2.0, 0.0))
+        return row is None or (row["t"] > 0.8 and least < min(b.value for b in closed))
     if record.key != "mean_field" or not isinstance(attention, SoftmaxAttention):
         return True
     best = min((b.log_value for b in closed if b.value > 0), default=math.inf)

@@ -51,6 +51,8 @@ class Problem:
 
 POSITIVE = (0, 4, 7)
 """Of the forms below, those that are positive semidefinite."""
+NEGATIVE = (1,)
+"""Negative multiples of the identity."""
 
 
 def form(rng, d, reach, forms=None):

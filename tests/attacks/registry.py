@@ -134,6 +134,7 @@ RUNS = {
     "lipschitz_lower_bound": 1,
     "adversarial_tokens": 1,
     "enclose_lipschitz": 1,
+    "relaxations.negative_identity": 3,
     "enclosure_table": 1,
     "flow_stability": 1,
     "flow_radius_bound": 1,

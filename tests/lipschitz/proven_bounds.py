@@ -79,6 +79,7 @@ GATES = {
 GROUPED = MultiHeadAttention([SCORES["causal"], SCORES["window"]], [rng.standard_normal((3, 2)) for _ in range(2)])
 SEVERAL = MultiHeadAttention([SOFTMAX, L2], [rng.standard_normal((3, 2)) for _ in range(2)])
 PSD = SoftmaxAttention(np.diag([1.5, 1.0, 1.2]), V)
+NEGATIVE = SoftmaxAttention(-3.0 * np.eye(3), V)
 UNNORMALISED = {
     "linear": LinearAttention(A, V),
     "relu": ReLUAttention(A, V),
@@ -222,6 +223,7 @@ def searched() -> dict[str, Maker]:
     """The relaxations by branch and bound: seconds each."""
     out: dict[str, Maker] = {
         "psd": lambda: relaxations.psd(PSD, radius=1.0, n=3, effort="fast"),
+        "negative_identity": lambda: relaxations.negative_identity(NEGATIVE, radius=1.0, n=4),
         "mean_field-psd": lambda: relaxations.mean_field(PSD, radius=1.0),
     }
     for name, head, domain in (

@@ -72,6 +72,7 @@ DEAR = [
     "mean_field-plain-Ball-2.0",
     "mean_field-psd",
     "psd",
+    "negative_identity",
 ]
 NEAR = ["second_order", "second_order/pairs"]
 QUANTITIES = (
@@ -142,6 +143,7 @@ def true(bound: Bound) -> None:
         "rows_and_columns": 2e-2,
         "two_tokens": 6e-2,
         "psd": 5e-2,
+        "negative_identity": 5e-3,
         "mean_field": 2e-2,
         "field_certificate": 2e-3,
     }.get(bound.theorem, 1e-9)

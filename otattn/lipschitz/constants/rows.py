@@ -32,9 +32,9 @@ def row_norm(t: Any) -> Any:
     With ``p = (1 + s)/2`` that is ``(1 + w^2)/2``, ``w = s + t (1 - s^2)``, largest at ``s = min(1,
     1/(2t))``; it is attained by two opposite points and g along u.
     """
-    if top(t) <= 0.5:
+    if np.ndim(t) == 0 and top(t) <= 0.5:
         return 1.0
-    # increasing in t, and the formula is least at 1/2; hypot does not overflow where phi does not
+    # increasing in t, and the formula is least at 1/2, where it is 1; hypot does not overflow where phi does not
     t = np.maximum(t, 0.5)
     return up(np.hypot(1.0, t + 0.25 / t) / np.sqrt(like(2.0, t)))
 

@@ -10,6 +10,7 @@ from scipy.special import softmax, xlogy
 
 from otattn.attention import RotaryAttention, SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
+from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
@@ -456,6 +457,7 @@ def certificates():
     attention = SoftmaxAttention(-9.0 * np.eye(2), np.eye(2))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
     yield rows_and_columns(attention, radius=1.0, n=3), 0.95 * lower
+    yield negative_identity(attention, radius=1.0, n=3), 0.95 * lower
     attention = SoftmaxAttention(4.0 * np.eye(2), np.eye(2))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
     yield psd(attention, radius=1.0, n=3, effort="fast"), 0.95 * lower
