@@ -49,6 +49,7 @@ def adversarial_head_tokens(
     found = two_anchor_tokens(reduced, n=n, radius=radius, rng=rng) if method is None else None
     if found is None:
         found = adversarial_tokens(reduced, n=n, radius=radius, method=method or "ascent", rng=check.rng_from(rng))
+    assert isinstance(found, DiscreteMeasure)  # the heads are not masked
     return found if basis is None else DiscreteMeasure(found.points @ basis.T, found.weights)
 
 

@@ -14,22 +14,26 @@ it does not, and nan for edits of another number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn import _validate as check
 from otattn._tabular import Result, plain
-from otattn.attention import Compose
+from otattn.attention import AttentionMap, Compose
 from otattn.attention.base import Measure
 from otattn.distances import conditional_wasserstein, wasserstein
 from otattn.lipschitz.local.networks import network_of
 from otattn.lipschitz.upper.second_order import certified_constants
 from otattn.measures import SpaceTimeMeasure
+from otattn.measures.like import MeasureLike
 from otattn.operators import measure_jacobian, top_singular
+
+if TYPE_CHECKING:
+    from otattn.models.transformer import Transformer
 
 __all__ = ["EditStability", "edit_stability"]
 
@@ -101,9 +105,9 @@ class EditStability(Result):
 
 
 def edit_stability(
-    network: Any,
-    tokens: Any,
-    edits: Mapping[str, Any],
+    network: Transformer | AttentionMap | Sequence[AttentionMap],
+    tokens: MeasureLike,
+    edits: Mapping[str, MeasureLike],
     *,
     first: int = 0,
     last: int | None = None,

@@ -43,6 +43,7 @@ NO_PROMISE = {
     "edit_stability": "distances between given texts, and a local constant by Lanczos",
     "theorems": "the catalogue: words, and which theorems apply",
     "measure_layers": "a table of local_lipschitz, bounds.table and bounds.castin2024_discrete, layer by layer",
+    "local_lipschitz_batch": "local_lipschitz at each window",
 }
 """Functions that the rule below collects and that promise nothing of their own."""
 

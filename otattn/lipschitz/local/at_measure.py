@@ -20,6 +20,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.sum_of_heads import combine_heads, parts_of
 from otattn.lipschitz.hypotheses import every, order_two, sum_of_heads
 from otattn.lipschitz.theorem import prove, theorem
+from otattn.measures.like import MeasureLike
 
 __all__ = ["at_measure_bound"]
 
@@ -32,7 +33,7 @@ _WIDEST = 100.0
 """Logits that rounded by more than this leave nothing to bound."""
 
 
-def at_measure_bound(attention: AttentionMap, mu: Any) -> Bound:
+def at_measure_bound(attention: AttentionMap, mu: MeasureLike) -> Bound:
     r"""An upper bound of the ``W_2`` local constant at ``mu``, without forming the Jacobian.
 
     Softmax: ``( max_j sum_i w_i P_ij lambda_i / w_j )^{1/2} + max_i ||V C_i A||``,

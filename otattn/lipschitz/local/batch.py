@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 from joblib import Parallel, delayed
+from numpy.typing import ArrayLike
 
 from otattn import _validate as check
 from otattn.attention import AttentionMap
 from otattn.attention.base import Measure, as_attention
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
 from otattn.measures import Domain
+from otattn.measures.like import MeasureLike
 
 __all__ = ["local_lipschitz_batch"]
 
 
 def local_lipschitz_batch(
     attention: AttentionMap,
-    windows: Any,
+    windows: Sequence[MeasureLike] | ArrayLike,
     *,
     p: float = 2,
     tol: float = 1e-8,

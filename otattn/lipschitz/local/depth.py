@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from otattn import _validate as check
 from otattn._tabular import Result
-from otattn.attention import Compose
+from otattn.attention import AttentionMap, Compose
 from otattn.attention.base import Measure
 from otattn.distances import conditional_wasserstein, wasserstein
 from otattn.lipschitz.local.far_mass import largest_field_norm
@@ -30,7 +30,11 @@ from otattn.lipschitz.local.networks import network_of
 from otattn.lipschitz.local.partial_norms import PartialNorms
 from otattn.lipschitz.local.splitting import FIELD_BYTES
 from otattn.measures import SpaceTimeMeasure
+from otattn.measures.like import MeasureLike
 from otattn.operators import JacobianProduct, measure_jacobian, top_singular
+
+if TYPE_CHECKING:
+    from otattn.models.transformer import Transformer
 
 __all__ = ["DepthProfile", "depth_profile"]
 
@@ -173,13 +177,13 @@ class DepthProfile(Result):
 
 
 def depth_profile(
-    network: Any,
-    tokens: Any,
+    network: Transformer | AttentionMap | Sequence[AttentionMap],
+    tokens: MeasureLike,
     *,
     first: int = 0,
     last: int | None = None,
     partial: bool = True,
-    other: Any = None,
+    other: MeasureLike | None = None,
     n_values: Sequence[int] | None = None,
     splitting: bool = False,
     bounds: Bounds | None = None,

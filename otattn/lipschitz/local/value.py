@@ -19,6 +19,7 @@ from otattn.lipschitz.local.mixed_norms import mixed_local
 from otattn.lipschitz.local.splitting import splitting_beside, splitting_part
 from otattn.lipschitz.local.upper_side import UpperKind, constant_above
 from otattn.measures import Domain
+from otattn.measures.like import MeasureLike
 from otattn.operators import FusedJacobian, measure_jacobian, top_singular
 from otattn.operators.device import check_device
 from otattn.operators.layer import SoftmaxLayer
@@ -175,7 +176,7 @@ def _with_splitting(local: LocalLipschitz, table: dict[str, Any]) -> dict[str, A
 
 def local_lipschitz(
     attention: AttentionMap,
-    mu: Any,
+    mu: MeasureLike,
     *,
     p: float = 2,
     tol: float = 1e-8,

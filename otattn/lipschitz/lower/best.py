@@ -18,7 +18,7 @@ from otattn.lipschitz.lower.rotary import continued, nested, reduced, search_rot
 from otattn.lipschitz.lower.search import search_measures, search_tokens
 from otattn.lipschitz.lower.sequences import search_chains, search_sequences
 from otattn.lipschitz.theorem import check_count, check_effort
-from otattn.measures import Domain, SpaceTimeMeasure
+from otattn.measures import DiscreteMeasure, Domain, SpaceTimeMeasure
 
 Method = Literal["castin-antipodal", "castin-half", "two-anchor", "ascent", "best"]
 METHODS = get_args(Method)
@@ -44,7 +44,7 @@ def adversarial_tokens(
     domain: Domain | None = None,
     method: Method = "best",
     rng: np.random.Generator | int | None = None,
-) -> Any:
+) -> DiscreteMeasure | SpaceTimeMeasure:
     """Tokens at which the map ``f`` on n tokens is steep.
 
     Parameters

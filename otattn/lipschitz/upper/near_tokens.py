@@ -55,7 +55,7 @@ _BRANCHES = ("perturbation", "second_order", "direct", "global")
 _DENSE_LIMIT = 2048  # rows or columns of the Jacobian up to which its norm is computed, and not only bounded
 
 
-def near_tokens(attention: Any, X: ArrayLike, rho: float, *, global_bound: Bound | None = None) -> Certificate:
+def near_tokens(attention: AttentionMap, X: ArrayLike, rho: float, *, global_bound: Bound | None = None) -> Certificate:
     r"""Certified bound of ``||D_{X'} f||`` over all tokens X' with ``|x'_i - x_i| <= rho``.
 
     Parameters
