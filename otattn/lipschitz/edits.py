@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,11 @@ from otattn._tabular import Result, plain
 from otattn.attention import AttentionMap, Compose
 from otattn.attention.base import Measure
 from otattn.distances import conditional_wasserstein, wasserstein
-from otattn.lipschitz.local.networks import network_of
+from otattn.lipschitz.local.networks import Network, network_of
 from otattn.lipschitz.upper.second_order import certified_constants
 from otattn.measures import SpaceTimeMeasure
 from otattn.measures.like import MeasureLike
 from otattn.operators import measure_jacobian, top_singular
-
-if TYPE_CHECKING:
-    from otattn.models.transformer import Transformer
 
 __all__ = ["EditStability", "edit_stability"]
 
@@ -105,7 +102,7 @@ class EditStability(Result):
 
 
 def edit_stability(
-    network: Transformer | AttentionMap | Sequence[AttentionMap],
+    network: Network | AttentionMap | Sequence[AttentionMap],
     tokens: MeasureLike,
     edits: Mapping[str, MeasureLike],
     *,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,12 @@ from otattn.attention import AttentionMap, Compose
 from otattn.attention.base import Measure
 from otattn.distances import conditional_wasserstein, wasserstein
 from otattn.lipschitz.local.far_mass import largest_field_norm
-from otattn.lipschitz.local.networks import network_of
+from otattn.lipschitz.local.networks import Network, network_of
 from otattn.lipschitz.local.partial_norms import PartialNorms
 from otattn.lipschitz.local.splitting import FIELD_BYTES
 from otattn.measures import SpaceTimeMeasure
 from otattn.measures.like import MeasureLike
 from otattn.operators import JacobianProduct, measure_jacobian, top_singular
-
-if TYPE_CHECKING:
-    from otattn.models.transformer import Transformer
 
 __all__ = ["DepthProfile", "depth_profile"]
 
@@ -177,7 +174,7 @@ class DepthProfile(Result):
 
 
 def depth_profile(
-    network: Transformer | AttentionMap | Sequence[AttentionMap],
+    network: Network | AttentionMap | Sequence[AttentionMap],
     tokens: MeasureLike,
     *,
     first: int = 0,
