@@ -21,7 +21,7 @@ from otattn._linalg import Array
 from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
-from otattn.lipschitz.arithmetic.rounding import ROUNDING, top
+from otattn.lipschitz.arithmetic.rounding import ROUNDING, log, top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.theorem import Quantity, check_count
 
@@ -189,7 +189,8 @@ class Certificate(Bound):
     def _proves(self, rigorous: bool) -> bool:
         if self.kind != "upper" or not np.isfinite(self.value):
             return False
-        return bool(self.proved_value(rigorous=rigorous) <= self.value)
+        proved = self.proved_value(rigorous=rigorous)
+        return bool(proved <= self.value and log(proved) <= self.log_value)
 
     def rigorous_value(self) -> float:
         """The value that ball and interval arithmetic proves for the statement and the multipliers (extra ``proof``)."""

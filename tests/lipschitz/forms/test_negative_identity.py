@@ -215,6 +215,14 @@ def test_the_search_for_the_best_bound_tries_it_where_it_can_win():
         assert "negative_identity" not in [b.theorem for b in upper_bounds(head(a), radius=1.0, n=n)]
 
 
+def test_the_logarithm_of_a_tiny_value_is_checked():
+    """Where the value is subnormal its logarithm is a number of its own."""
+    tiny = oa.SoftmaxAttention(-9.0 * np.eye(2), 1e-310 * np.eye(2))
+    bound = negative_identity(tiny, radius=1.0, n=4)
+    assert bound.verify()
+    assert not replace(bound, log_value=bound.log_value - 0.5).verify()
+
+
 @pytest.mark.slow
 def test_altered_multipliers():
     """What is no multiplier is refused; other cells, radii and shares prove a bound, never a smaller one than the truth."""
