@@ -99,7 +99,8 @@ def test_sections_of_another_report_are_made_again(layer, tmp_path, monkeypatch,
 
     def simple(layer, advance, **options):
         made.append(1)
-        return Section("A", ["a"], {"value": math.inf, "n": [1]}, {"a.png": drawn})
+        pictures = {"a.png": drawn} if len(made) == 2 else {}  # the local constants of the first run
+        return Section("A", ["a"], {"value": math.inf, "n": [1]}, pictures)
 
     names = ("enclosure", "stability", "local", "bounds", "flow", "gradient_flow")
     for name in names:
@@ -118,7 +119,7 @@ def test_sections_of_another_report_are_made_again(layer, tmp_path, monkeypatch,
         (tmp_path / "a.png").unlink()
     with caplog.at_level(logging.WARNING, logger="otattn"):
         oa.build_report(layer, tmp_path, seed=int(change == "seed"), resume=change != "without", **COUNTS)
-    again = {"none": 0, "torn": 1, "edited": 1, "picture": 2, "seed": 2, "without": 2}[change]
+    again = {"none": 0, "torn": 1, "edited": 1, "picture": 1, "seed": 2, "without": 2}[change]
     assert len(made) == 6 + again
     words = {"seed": "of another report", "torn": "cannot be read", "edited": "cannot be read"}
     assert words.get(change, "") in caplog.text

@@ -115,6 +115,7 @@ def test_figures_in_the_width_of_columns(tmp_path):
         plotting.save(ax, tmp_path / "a.svg", columns=3)
 
 
+@pytest.mark.slow
 def test_a_line_far_above_does_not_squash_the_others():
     """The mean-field row, e^(2a), goes to the legend when it is a hundred times above the rest."""
     table = oa.enclosure_table(oa.SoftmaxAttention(-4.0 * EYE, EYE), radius=3.0, n_values=(2, 4, None), rng=0)
