@@ -64,9 +64,7 @@ def product(parts: Sequence[Linear]) -> tuple[Linear, float]:
     for p in parts[1:]:
         if matrix is None or p.matrix is None:
             break
-        size = float(norm_upper(p.matrix))
-        lost = lost * size + 4.0 * (len(matrix) + 8) * EPS * size * float(norm_upper(matrix))
-        matrix = p.matrix @ matrix
+        matrix, lost = _times(p.matrix, matrix, lost)
 
     def jvp(v: Array) -> Array:
         for p in parts:
@@ -80,6 +78,12 @@ def product(parts: Sequence[Linear]) -> tuple[Linear, float]:
 
     n, d, _ = parts[0].shape
     return Linear(matrix, jvp, vjp, (n, d, parts[-1].shape[2])), lost
+
+
+def _times(left: Array, right: Array, lost: float) -> tuple[Array, float]:
+    """``left right``, and its rounding where ``right`` had lost so much already."""
+    size = float(norm_upper(left))
+    return left @ right, lost * size + 4.0 * (len(right) + 8) * EPS * size * float(norm_upper(right))
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,18 +199,13 @@ def dense_norms(stages: list[Stage]) -> Array:
     S = len(stages)
     norms = np.ones((S + 1, S + 1))
     for a in range(S):
-        product: Array | None = None
+        whole: Array | None = None
         lost = 0.0
         for b in range(a + 1, S + 1):
             matrix = stages[b - 1].jacobian.matrix
             assert matrix is not None
-            if product is None:
-                product = matrix
-            else:
-                size = float(norm_upper(matrix))
-                lost = lost * size + 4.0 * (len(product) + 8) * EPS * size * float(norm_upper(product))
-                product = matrix @ product
-            norms[a, b] = float(spectral_norm_upper(product)) + lost
+            whole, lost = (matrix, 0.0) if whole is None else _times(matrix, whole, lost)
+            norms[a, b] = float(spectral_norm_upper(whole)) + lost
     return norms
 
 
