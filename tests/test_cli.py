@@ -21,6 +21,7 @@ def small_layer(tmp_path: pathlib.Path) -> list[str]:
     return ["--tokens", str(tmp_path / "tokens.npy"), "--weights", str(tmp_path / "layer.npz"), "--quiet"]
 
 
+@pytest.mark.slow
 def test_report_writes_its_files(small_layer: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
     assert main(["report", *small_layer, "--out", str(out), "--pairs", "4"]) == 0

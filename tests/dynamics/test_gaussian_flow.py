@@ -260,13 +260,13 @@ def test_degenerate_gaussians_keep_their_rank(rank):
 
 
 def test_a_batch_is_its_members():
-    covs = np.stack([covariance(2, k) for k in range(12)])
-    means = np.random.default_rng(0).normal(size=(12, 2))
+    covs = np.stack([covariance(2, k) for k in range(6)])
+    means = np.random.default_rng(0).normal(size=(6, 2))
     attention = SoftmaxAttention([[1.0, 0.0], [-2.0, -2.0]], [[2.0, 1.0], [2.0, 0.0]])
     times = [0.1, 0.2, 0.9]
     batch = gaussian_flow_batch(attention, covs, means=means, t_span=(0, 1), t_eval=times)
-    assert len(batch) == 12
-    assert 0 < np.isfinite(batch.blow_up_times).sum() < 12
+    assert len(batch) == 6
+    assert 0 < np.isfinite(batch.blow_up_times).sum() < 6
     for k, member in enumerate(batch):
         alone = gaussian_flow(attention, GaussianMeasure(means[k], covs[k]), t_span=(0, 1), t_eval=times)
         assert member.status == alone.status
@@ -284,7 +284,7 @@ def test_a_batch_is_its_members():
 def test_stiff_members_go_together():
     """To a plane: settled at e^{-t}, followed to 1e4, which no explicit method reaches in so few steps."""
     rng = np.random.default_rng(2)
-    roots = rng.uniform(-1.0, 1.0, (3, 2, 2))
+    roots = rng.uniform(-1.0, 1.0, (2, 2, 2))
     covs = roots @ np.swapaxes(roots, 1, 2) + 0.02 * I2
     attention = SoftmaxAttention(np.diag([-1.0, 0.0]), np.diag([0.0, 1.0]))
     times = [1.0, 30.0, 1e3, 1e4]

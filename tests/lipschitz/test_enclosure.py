@@ -17,7 +17,7 @@ def unit(M: np.ndarray) -> np.ndarray:
     return M / np.linalg.norm(M, 2)
 
 
-@pytest.mark.parametrize("n", [1, None, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 8))])
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 8, None))])
 @pytest.mark.parametrize("kind", ["identity", "minus", "generic", "low rank", "zero"])
 def test_lower_never_exceeds_upper(kind: str, n: int | None) -> None:
     rng = np.random.default_rng(3)
@@ -150,7 +150,7 @@ def test_real_against_adversarial() -> None:
 
 
 def test_bounds_command(tmp_path, capsys: pytest.CaptureFixture) -> None:
-    np.savez(tmp_path / "layer.npz", A=-np.eye(2), V=np.eye(2))
+    np.savez(tmp_path / "layer.npz", A=-np.eye(1), V=np.eye(1))
     arguments = ["bounds", "--weights", str(tmp_path / "layer.npz"), "--radius", "1.5", "--n", "4", "--quiet"]
     assert main([*arguments, "--json", "--out", str(tmp_path / "out")]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -17,6 +17,9 @@ HOPELESS = 0.05
 """A recheck ends when the bound of one point lies this far above its target: smaller boxes would not reach it. Above
 3e-3, by which a box may lie below its points where both seek multipliers."""
 
+FINEST = 1e-11
+"""Boxes this little above a point are left alone: at a smooth maximum only halves without end would come closer."""
+
 
 @dataclass(frozen=True)
 class Maximum:
@@ -78,7 +81,7 @@ def maximise(
     lo, hi : ndarray (dims, count)
         Boxes that cover the domain; each later box is a half of an earlier one, so the cover stays.
     tol : float
-        Absolute gap at which a box is left alone.
+        Absolute gap at which a box is left alone, at least ``FINEST`` once a point lies above ``floor``.
     max_cells : int
         Evaluations after which the current (valid) bound is returned.
     floor : float
@@ -117,7 +120,8 @@ def maximise(
         middle = 0.5 * (lo[:, :probe] + hi[:, :probe])
         points, _ = evaluate(middle, middle)
         seen = max(seen, float(points.max(initial=-np.inf)))
-        active = int(np.searchsorted(-value, -(seen + tol), side="left"))
+        gap = tol if seen == floor else max(tol, FINEST)
+        active = int(np.searchsorted(-value, -(seen + gap), side="left"))
         full = cells >= max_cells or seen > ceiling
         rest = 0 if full else active
         if rest < value.size and value[rest] > settled:

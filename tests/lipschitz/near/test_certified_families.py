@@ -36,7 +36,13 @@ def drawn(family):
     return model.map(), np.random.default_rng(2).standard_normal((3, model.map().in_dim))
 
 
-@pytest.mark.parametrize("family", CERTIFIED)
+LIKE_OTHERS = {"roberta", "distilbert", "electra", "mistral", "qwen2"}
+"""Their blocks are those of BERT and Llama."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CERTIFIED]
+)
 def test_a_family_certifies(family):
     network, X = drawn(family)
     here = norm(network, X)

@@ -53,7 +53,7 @@ def placed(M, J, right):
     return J if right is None else J @ np.kron(np.eye(n), right)
 
 
-@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("turn", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", MAPS)
 def test_nothing_leaves_the_remainder_and_the_growth(name, turn):
     """Displacements climbed along the difference from the linear map, in plain and in other coordinates."""

@@ -50,7 +50,7 @@ def heads(rng, d, e, a):
     [
         (1, 2, 2, 8.0),
         (2, 1, 1, 1.0),
-        (4, 2, 3, 8.0),
+        pytest.param(4, 2, 3, 8.0, marks=pytest.mark.slow),
         pytest.param(1, 2, 2, 1.0, marks=pytest.mark.slow),
         pytest.param(2, 1, 1, 8.0, marks=pytest.mark.slow),
         pytest.param(4, 2, 3, 1.0, marks=pytest.mark.slow),
