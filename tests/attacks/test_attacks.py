@@ -22,6 +22,8 @@ from registry import (
 import otattn as oa
 
 ALL = ATTACKERS | VARIANTS
+SECONDS = {"relaxations.two_tokens", "enclosure_table"}
+"""One attack takes seconds."""
 
 
 def attacked(name: str, seed: int, runs: int) -> None:
@@ -32,7 +34,9 @@ def attacked(name: str, seed: int, runs: int) -> None:
     assert runs < 4 or any(o.state == "held" for o in outcomes), f"{name} refused every problem"
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SECONDS else name for name in sorted(ALL)]
+)
 def test_nothing_proven_is_exceeded(name: str) -> None:
     attacked(name, 0, RUNS.get(name, OTHERS))
 

@@ -8,7 +8,7 @@ from otattn import bounds
 from otattn.lipschitz.relaxations import rows_and_columns
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_masked_heads(n):
     """Not below the bound without a mask, which has the columns too; never exceeded; one token has the norm of V."""
     plain = oa.SoftmaxAttention([[4.0]], [[1.3]])
