@@ -39,10 +39,10 @@ SCRIPTS = (
     Script("local", "BERT-sized layers: torch power iteration, scipy svds", ("torch",)),
     Script("torch_penalty", "a training step with the local constant in the loss", ("torch",), ("--quick",)),
     Script(
-        "local_scale", "memory and time of one head up to 65,536 tokens", (), ("--sizes", "1024", "--constant", "1024")
-    ),
-    Script(
-        "long_context", "both parts of the constant of one head up to 32,768 tokens", (), ("--sizes", "1024", "2048")
+        "long_context",
+        "one head: both constants up to 32,768 tokens, a product at 65,536",
+        (),
+        ("--sizes", "1024", "2048"),
     ),
     Script("local_upper", "the local constant from above: cost, width, failures", (), ("--quick",)),
     Script("dense", "small layers: torch jacrev and a full SVD", ("torch",), ("--quick",)),
@@ -63,6 +63,7 @@ SCRIPTS = (
     Script("adversarial", "real against adversarial tokens", (), None, out=False),
     Script("real_models", "two trained models on real text", MODELS),
     Script("networks", "whole networks at real tokens: layers composed against products", MODELS, ("--quick",)),
+    Script("headline", "the picture of the README", MODELS[:1] + MODELS[2:4], None),
     Script("fuzz", "50,000 random calls of every public function", ("pandas",), ("--calls", "200"), out=False),
     Script("attacks", "attacks on every proven number", ("mpmath",), ("--seconds", "60"), out=False),
     Script("mutation", "small changes of the formulas: do the tests notice", ("coverage",), None, out=False),

@@ -13,4 +13,6 @@ LocalLipschitz(1.45354, p=2, particle=1.45354, splitting=0.844638, n=3)
 
 import lazy_loader
 
+__version__ = "0.2.0"
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -166,6 +166,8 @@ from .stability import (
 )
 from .torch import from_torch
 
+__version__: str
+
 __all__ = [
     "MLP",
     "AttentionMap",

@@ -1,5 +1,6 @@
 """The README does what it says: its script runs, its commands are those of the project, its picture exists."""
 
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -72,7 +73,8 @@ def test_linked_files_exist() -> None:
 
 
 def test_version_is_the_same_everywhere() -> None:
-    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), flags=re.M)
+    version = otattn.__version__
+    assert importlib.metadata.version("otattn") == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"Version {version}" in README
