@@ -63,6 +63,7 @@ SCRIPTS = (
     Script("adversarial", "real against adversarial tokens", (), None, out=False),
     Script("real_models", "two trained models on real text", MODELS),
     Script("networks", "whole networks at real tokens: layers composed against products", MODELS, ("--quick",)),
+    Script("tightness", "how tight each theorem is", (), ("--quick",)),
     Script("headline", "the picture of the README", MODELS[:1] + MODELS[2:4], None),
     Script("fuzz", "50,000 random calls of every public function", ("pandas",), ("--calls", "200"), out=False),
     Script("attacks", "attacks on every proven number", ("mpmath",), ("--seconds", "60"), out=False),

@@ -34,7 +34,8 @@ templates_path = ["_templates"]
 default_role = None
 nitpicky = False
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "substitution"]
+myst_substitutions = {"version": version}
 myst_heading_anchors = 3
 
 autosummary_generate = True

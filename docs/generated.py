@@ -140,19 +140,31 @@ def statements() -> str:
     text = heading("Statements", "=") + (
         "\nEvery statement of the catalogue, read off :func:`otattn.theorems`. :math:`a = \\|A\\| R^2`, :math:`v = \\|V\\|`.\n"
         "For a given map, ``print(oa.theorems(attention, radius=R, n=n))`` says which apply, and why the others do not.\n"
+        "The last column is measured: the range of the bound over a witnessed lower one (:doc:`../benchmarks/tightness`).\n"
     )
+    ratios = tightness()
     for quantity in dict.fromkeys(record.row()["bounds"] for record in catalogue()):
-        text += f"\n{heading(f'Bounds of: {quantity}', '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 20 35 35 10\n\n"
-        text += "   * - Theorem\n     - Statement\n     - Hypotheses\n     - Rigorous\n"
+        text += f"\n{heading(f'Bounds of: {quantity}', '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 20 32 30 8 10\n\n"
+        text += "   * - Theorem\n     - Statement\n     - Hypotheses\n     - Rigorous\n     - Upper / lower\n"
         for record in catalogue():
             row = record.row()
             if row["bounds"] == quantity:
                 text += (
                     f"   * - :doc:`{row['theorem']} <proofs/{row['proof']}>`\n       ({row['reference']})\n"
                     f"     - ``{row['statement']}``\n     - {escaped(row['hypotheses'])}\n"
-                    f"     - {'yes' if row['rigorous'] else 'no'}\n"
+                    f"     - {'yes' if row['rigorous'] else 'no'}\n     - {ratios.get(record.key, '')}\n"
                 )
     return text
+
+
+def tightness() -> dict[str, str]:
+    """The range of each theorem's ratios in the table that ``benchmarks.tightness`` wrote."""
+    found: dict[str, list[float]] = {}
+    for line in (RESULTS / "tightness.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 3 and cells[0] in {record.key for record in catalogue()}:
+            found.setdefault(cells[0], []).extend(float(cell) for cell in cells[3:] if cell)
+    return {key: f"{min(values):.3g} to {max(values):.3g}" for key, values in found.items()}
 
 
 def escaped(text: str) -> str:

@@ -51,3 +51,45 @@ def test_a_narrow_window_is_wide_enough(tmp_path: pathlib.Path, page: str) -> No
     finally:
         copy.unlink()
     assert "<title>true</title>" in found
+
+
+TASKS = {
+    "a first constant": "oa.stability_ratio(attention, X, Y)",
+    "the own layer": "SoftmaxAttention.from_qkv(",
+    "the own model": "oa.load_model(",
+    "the own map": "oa.FunctionAttention(",
+    "an enclosure": "oa.enclose_lipschitz(",
+    "a certified neighbourhood": "oa.certify(",
+    "a flow": "oa.flow(",
+    "a check of gradient flow": "oa.check_gradient_flow(",
+    "a study that goes on": "store=",
+    "how to cite": "How to cite",
+}
+
+
+def readable(page: pathlib.Path) -> str:
+    """The text of a page's article, without marks."""
+    article = re.search(r"<article.*?</article>", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert article is not None, page
+    return re.sub(r"<[^>]*>", "", article.group()).replace("&quot;", '"')
+
+
+def pages_within(clicks: int) -> set[pathlib.Path]:
+    """Pages that a reader of the first page reaches by so many clicks."""
+    found = new = {SITE / "index.html"}
+    for _ in range(clicks):
+        links = {
+            (page.parent / target).resolve()
+            for page in new
+            for target in re.findall(r'<a[^>]*href="([^":#]+\.html)', page.read_text(encoding="utf-8"))
+        }
+        new = {link for link in links if link.is_relative_to(SITE.resolve()) and "_modules" not in link.parts} - found
+        found = found | new
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_of_a_newcomer_is_two_clicks_away(task: str) -> None:
+    """In prose of the guide or the start, not only in the reference."""
+    pages = {page for page in pages_within(2) if page.parent.name in ("site", "guide")}
+    assert any(TASKS[task] in readable(page) for page in pages), sorted(page.name for page in pages)
