@@ -11,7 +11,7 @@ fifth of their deviation.
 Above 32,768 tokens one product ``J^T J x`` in float32 is measured and no constant.
 
 Each size runs in a process of its own, whose peak resident set is that of everything: interpreter, libraries, tokens, buffers.
-Numbers for 131,072 tokens are extrapolated: time by the exponent of a product between the two largest sizes, memory by the line
+Numbers for 131,072 tokens are extrapolated: time by the exponent of a product between the two largest whole constants, memory by the line
 through them.
 """
 
@@ -88,7 +88,7 @@ def peak() -> float:
 
 
 def extrapolated(rows: list[dict[str, float]]) -> list[str]:
-    """What the two largest sizes say of 131,072 tokens."""
+    """What the two largest sizes with a whole constant say of 131,072 tokens."""
     a, b = rows[-2], rows[-1]
     each = [r["cpu"] / r["products"] for r in (a, b)]
     order = exponent([a["n"], b["n"]], each)
@@ -150,10 +150,11 @@ def report(rows: list[dict[str, float]], out: Path) -> None:
         for r in rows
     ]
     lines += table(header, cells)
-    if len(rows) > 1:
-        lines += extrapolated(rows)
+    whole = [r for r in rows if "particle" in r]
+    if len(whole) > 1:
+        lines += extrapolated(whole)
     left, right = panels(2)
-    n, whole = [r["n"] for r in rows], [r for r in rows if "particle" in r]
+    n = [r["n"] for r in rows]
     left.loglog([r["n"] for r in whole], [r["cpu"] for r in whole], "o-", label="whole call, CPU")
     left.loglog([r["n"] for r in whole], [r["split"] for r in whole], "s-", label="then splitting, CPU")
     left.loglog(n, [r["cpu"] / r["products"] for r in rows], "^-", label="one product, CPU")

@@ -1,6 +1,5 @@
 """Sphinx: one command builds the site, ``python -m sphinx -W docs site``."""
 
-import importlib.metadata
 import os
 import sys
 import tempfile
@@ -13,9 +12,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent / "exam
 import gallery  # noqa: E402
 import generated  # noqa: E402
 
+import otattn  # noqa: E402
+
 project = "otattn"
 author = copyright = "The otattn developers"
-release = version = importlib.metadata.version("otattn")
+release = version = otattn.__version__
 
 extensions = [
     "myst_parser",
