@@ -11,8 +11,8 @@ fifth of their deviation.
 Above 32,768 tokens one product ``J^T J x`` in float32 is measured and no constant.
 
 Each size runs in a process of its own, whose peak resident set is that of everything: interpreter, libraries, tokens, buffers.
-Numbers for 131,072 tokens are extrapolated: time by the exponent of a product between the two largest whole constants, memory by the line
-through them.
+Numbers for 131,072 tokens are extrapolated: time by the exponent of a product between the two largest whole constants, memory by the
+line through them.
 """
 
 from __future__ import annotations
