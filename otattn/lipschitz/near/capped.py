@@ -42,10 +42,9 @@ from numpy.typing import NDArray
 from otattn._linalg import norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.constants.moved_rows import TINY, Made, MovedRows
-from otattn.lipschitz.near.gram_hessian import Hessian
-from otattn.lipschitz.near.gram_jacobian import fits, output_norms, with_outputs
+from otattn.lipschitz.near.gram_hessian import Hessian, gram_hessian
+from otattn.lipschitz.near.gram_jacobian import output_norms
 from otattn.lipschitz.near.head import Curve, HeadAtTokens, head_at_tokens, rounding
-from otattn.lipschitz.near.largest_eigenvalue import FAILURE, largest_eigenvalue, likely_largest
 from otattn.lipschitz.near.scores import Places
 
 __all__ = ["CapTerms", "capped_head", "capped_hessian"]
@@ -104,19 +103,8 @@ def _weights(logits: Array, lost: Array, seen: NDArray[np.bool_] | None) -> tupl
 
 def capped_hessian(heads: list[HeadAtTokens]) -> Hessian:
     """The bounds of the parts of the second derivative of the sum of the heads, which all have a cap."""
-    n, eps = heads[0].n, rounding(heads)
-    own = _own(heads)
-    heads = [h.moving for h in heads]
-    G = with_outputs(heads, _row)
-    low, high = largest_eigenvalue(G, 1e-3) if fits(heads) else likely_largest(G, FAILURE)
-    norms = output_norms(heads)
-    lost, moved = np.zeros((n, n)), np.zeros(n)
-    for a, u in zip(heads, norms, strict=True):
-        moved += u * _moved(a)
-        for b, w in zip(heads, norms, strict=True):
-            lost += 2.0 * u * w * (a.P @ b.P.T) * _sizes(a)[:, None] * _sizes(b)
-    others = np.sqrt(high**2 + eps * float(norm_upper(lost))) + float(norm_upper(moved))
-    return Hessian(float(others) * (1.0 + eps), own * (1.0 + eps), low)
+    own = _own(heads) * (1.0 + rounding(heads))
+    return gram_hessian(heads, own, row=_row, sizes=_sizes, moved=_moved, tol=1e-3)
 
 
 def _row(a: HeadAtTokens, b: HeadAtTokens, i: int) -> Array:

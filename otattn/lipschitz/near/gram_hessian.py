@@ -26,6 +26,7 @@ an argument, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from otattn.lipschitz.near.head import HeadAtTokens, rounding, sink_terms
 from otattn.lipschitz.near.largest_eigenvalue import FAILURE, largest_eigenvalue, likely_largest
 from otattn.lipschitz.near.own_token import own_token_norm
 
-__all__ = ["Hessian", "hessian_norm"]
+__all__ = ["Hessian", "gram_hessian", "hessian_norm"]
 
 Array = NDArray[np.float64]
 
@@ -59,18 +60,32 @@ class Hessian(NamedTuple):
 
 def hessian_norm(heads: list[HeadAtTokens]) -> Hessian:
     """The bounds of the parts for the sum of the heads."""
-    n, eps, sinks = heads[0].n, rounding(heads), sink_terms(heads)
+    own = own_token_norm([h.moving for h in heads], rounding(heads)) + sink_terms(heads)
+    return gram_hessian(heads, own, row=_row, sizes=_sizes, moved=_moved, tol=1e-7)
+
+
+def gram_hessian(
+    heads: list[HeadAtTokens],
+    own: float,
+    *,
+    row: Callable[[HeadAtTokens, HeadAtTokens, int], Array],
+    sizes: Callable[[HeadAtTokens], Array],
+    moved: Callable[[HeadAtTokens], Array],
+    tol: float,
+) -> Hessian:
+    """The parts when a row of the Gram matrix of two heads, its sizes and what rounding adds to it are given."""
+    n, eps = heads[0].n, rounding(heads)
     heads = [h.moving for h in heads]
-    G = with_outputs(heads, _row)
-    low, high = largest_eigenvalue(G, 1e-7) if fits(heads) else likely_largest(G, FAILURE)
+    G = with_outputs(heads, row)
+    low, high = largest_eigenvalue(G, tol) if fits(heads) else likely_largest(G, FAILURE)
     norms = output_norms(heads)
-    lost, moved = np.zeros((n, n)), np.zeros(n)
+    lost, added = np.zeros((n, n)), np.zeros(n)
     for a, u in zip(heads, norms, strict=True):
-        moved += u * _moved(a)
+        added += u * moved(a)
         for b, w in zip(heads, norms, strict=True):
-            lost += 2.0 * u * w * (a.P @ b.P.T) * _sizes(a)[:, None] * _sizes(b)
-    others = np.sqrt(high**2 + eps * float(norm_upper(lost))) + float(norm_upper(moved))
-    return Hessian(float(others) * (1.0 + eps), own_token_norm(heads, eps) + sinks, low)
+            lost += 2.0 * u * w * (a.P @ b.P.T) * sizes(a)[:, None] * sizes(b)
+    others = np.sqrt(high**2 + eps * float(norm_upper(lost))) + float(norm_upper(added))
+    return Hessian(float(others) * (1.0 + eps), own, low)
 
 
 def _sizes(h: HeadAtTokens) -> Array:
