@@ -30,24 +30,27 @@ E |A (x - xbar)|^2 <= Gam``, ``Gam = min(max|g|^2, |g(xbar)|^2 + a^2 (1 - |xbar|
 
 **Covariance (p = 2, c = 0, A PSD).** Put ``y(x) = A^{1/2} x / sqrt(a)``, ``|y| <= 1``, ``rho = |y(xbar)|``, ``B = a beta`` the
 largest eigenvalue of ``Cov_alpha(A^{1/2} x)``; ``rho^2 + beta <= 1`` and ``<g(xbar), y - xbar> <= a (rho - rho^2)``.
-Row: by Cauchy-Schwarz with ``(1, <u, y - m_x>/sqrt(h))`` and ``(<u,eps>, sqrt(h) <g_x,eps>)``, ``|K eps(x)|^2 <=
-(1 + lam_x/h) int k |eps|^2 (1 + h <g_x, e_y>^2)``, h > 0 fixed, e_y the direction of ``eps(y)``; and
-``E_alpha <A x, e>^2 = <A xbar, e>^2 + e^T A Cov A e <= a^2 (rho^2 + beta)``.
-A coupling pi of alpha with itself, used in place of alpha in M1, gives ``log T = <g(xbar), y - xbar> -
-[Cov_pi(A x, x') - KL(pi|alpha x alpha)] + E[log w - KL(pi_x|P_x)]``. Let x, x' be independent given
-``Y = <u, A^{1/2} x> + noise``, noise of variance s^2, u the direction of variance B. Then the covariance is
-``E |A^{1/2}(E[x|Y] - xbar)|^2 >= B^2/(B + s^2)`` (best linear predictor) and ``KL(pi|alpha x alpha) = I(x;x') <= I(x;Y) <=
-log(1 + B/s^2)/2`` (Gaussian channel), so the gain is at least ``gain(B) = B - 1/2 - log(2B)/2`` for B >= 1/2 (at
-``B/(B + s^2) = 1 - 1/(2B)``), else 0. Take theta times M1 plus 1 - theta times this. ``E_alpha <e,x'>^2 <= W`` for every
-unit e with ``W = min(1, (a/a_min)(rho^2 + beta))``, a_min the least eigenvalue of A; x' -> 1 with probability
-``<e,x'>^2`` gives ``KL(alpha|P_x) >= kl(W_e|U)``, ``W_e <= W``, ``U = E_{P_x} <e,x'>^2 >= lam_x``, so
-``(1 + lam_x/h) e^{-theta KL} <= 1 + c_2/h``, ``c_2 = max_U U e^{-theta kl(W|U)}`` at ``U = (1 + theta W)/(1 + theta)``
-(for U >= W, kl(W_e|U) >= kl(W|U); for U < W, U <= W <= c_2; c_2 increases in W by the envelope theorem). Hence, for every h,
+Row: with a unit u, ``n_y = u + <u, y - m_x> g_x``, h > 0 fixed and ``Q = I + h g_x g_x^T``, ``<n_y, eps>^2 <= (n_y^T Q^{-1}
+n_y)(eps^T Q eps)``. ``Q^{-1}`` divides by ``1 + h |g_x|^2`` along g_x and ``y - m_x`` is centred: ``int k n_y^T Q^{-1} n_y <= 1 +
+lam_x |g_x|^2/(1 + h |g_x|^2)``. So ``|K eps(x)|^2 <= (1 + lam_x/H) int k |eps|^2 (1 + h <g_x, e_y>^2)``, ``H = h + 1/a^2``, e_y the
+direction of ``eps(y)``; and ``E_alpha <A x, e>^2 = <A xbar, e>^2 + e^T A Cov A e <= a^2 (rho^2 + beta)``. A coupling pi of alpha
+with itself in place of alpha in M1, gives ``log T = <g(xbar), y - xbar> - [Cov_pi(A x, x') - KL(pi|alpha x alpha)] + E[log w -
+KL(pi_x|P_x)]``. Let x, x' be independent given ``Y = z + noise``, ``z = <u, A^{1/2} x>`` in the direction u of variance B, the
+noise of variance ``s^2 = B (1 - t)/t``. The covariance is at least that of z, ``C = Var E[z|Y] >= t B`` (best linear predictor).
+``KL(pi|alpha x alpha) <= I(z;z') = I(z;Y) - I(z;Y|z') = h(Y) + h(Y|z,z') - log(2 pi e s^2)``, since ``(z',Y)`` has the law of
+``(z,Y)``; entropies are at most those of Gaussians: of variance ``B/t``, and ``L = B/t - 2B^2/(B + C)``, the error of the best
+multiple of ``z + z'``. So the gain is at least ``C - log(B L/(t s^4))/2``, whose slope ``1 - B^2/((B + C)^2 L)`` in C increases and
+at ``C = t B`` is ``1 - t/(B (1 - t^2))``: 0 for the t with ``t/(1 - t^2) = B``. There it is ``gain(B) = max_t B t + log(1 -
+t^2)/2``. Take theta times M1 plus 1 - theta times this. ``E_alpha <e,x'>^2 <= W`` for every unit e with ``W = min(1,
+(a/a_min)(rho^2 + beta))``, a_min the least eigenvalue of A; x' -> 1 with probability ``<e,x'>^2`` gives ``KL(alpha|P_x) >=
+kl(W_e|U)``, ``W_e <= W``, ``U = E_{P_x} <e,x'>^2 >= lam_x``, so ``(1 + lam_x/H) e^{-theta KL} <= 1 + c_2/H``, ``c_2 = max_U U
+e^{-theta kl(W|U)}`` at ``U = (1 + theta W)/(1 + theta)`` (for U >= W, kl(W_e|U) >= kl(W|U); for U < W, U <= W <= c_2; c_2 increases
+in W). Hence, for every h,
 
 .. math:: \log T \le \sup_{\rho^2 + \beta \le 1} \min_\theta \; a\rho(1-\rho) - (1-\theta)\, gain(a\beta)
-          + \log(1 + c_2/h) + \log(1 + h a^2 (\rho^2 + \beta)) .
+          + \log(1 + c_2/H) + \log(1 + h a^2 (\rho^2 + \beta)) .
 
-Every factor is monotone in each variable on a cell (the first is concave in rho); f is bounded by the self-logit inequality.
+Every factor is monotone on a cell (the first is concave in rho); f is bounded by the self-logit inequality.
 """
 
 from __future__ import annotations
@@ -103,9 +106,9 @@ def second_moment(W: Any, theta: float) -> Any:
 
 
 def gain(B: Any) -> Any:
-    """``max_y B y + log(1 - y)/2`` over y in [0, 1)."""
-    B = np.maximum(B, 0.5)
-    return B - 0.5 - 0.5 * np.log(2.0 * B)
+    """``max_t B t + log(1 - t^2)/2`` over t in [0, 1), at ``t = 2B / (1 + sqrt(1 + 4 B^2))``."""
+    half = 0.5 + 0.5 * np.sqrt(1.0 + 4.0 * B * B)
+    return B * B / half - 0.5 * np.log(half)  # 1 - t^2 = 1 / half
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +172,7 @@ def covariance_bound(a: Any, least: float, h: float) -> CellBound:
         total = np.minimum(1.0, r1**2 + b1)
         W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * top(a) else np.ones_like(total)
         gained = gain(a * b0)
-        rows = [np.log1p(second_moment(W, t) / h) - (1 - t) * gained for t in _THETAS]
+        rows = [np.log1p(second_moment(W, t) * (a**2 / (1 + h * a**2))) - (1 - t) * gained for t in _THETAS]
         return np.asarray(upper(a * (r - r**2) + np.stack(rows).min(axis=0) + np.log1p(h * a**2 * total)))
 
     return bound
@@ -279,8 +282,8 @@ def _choose_h(a: float, least: float) -> float:
     def largest(t: float) -> float:
         return float(np.max(covariance_bound(a, least, math.exp(t))(points, points)))
 
-    span = (-math.log(1 + a) - 4.0, 4.0)
-    return math.exp(float(minimize_scalar(largest, bounds=span, method="bounded", options={"xatol": 1e-2}).x))
+    found = minimize_scalar(largest, bounds=(-math.log(1 + a) - 4.0, 4.0), method="bounded", options={"xatol": 1e-2})
+    return math.exp(float(found.x))
 
 
 @theorem(
@@ -317,8 +320,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
         return trivial(statement)
     tol = 1e-3 if effort == "fast" else 1e-5
     family = SelfLogit.default(head)
-    semidefinite = head.a > 0 and math.isfinite(psd_defect(head))
-    h = _choose_h(head.a, least_stretch(head)) if semidefinite else 1.0
+    h = _choose_h(head.a, least_stretch(head)) if head.a > 0 and math.isfinite(psd_defect(head)) else 1.0
     multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
     log_T, name, at = _trial(head, p, multipliers, tol)
     for _ in range(4):

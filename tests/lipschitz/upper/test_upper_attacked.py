@@ -408,7 +408,7 @@ def test_column_functions_of_measures_are_below_both_bounds():
         if psd_form:
             h, e = 10 ** rng.uniform(-3, 1), A @ X[int(rng.integers(c))]
             e = e / np.linalg.norm(e) if e.any() else np.eye(d)[0]
-            log_alpha = np.log(mu) + log_k + np.log1p(lam / h) + np.log1p(h * (G @ e) ** 2)
+            log_alpha = np.log(mu) + log_k + np.log1p(lam / (h + a**-2)) + np.log1p(h * (G @ e) ** 2)
             log_T = float(np.logaddexp.reduce(log_alpha))
             alpha = np.exp(log_alpha - log_T)
             images = X @ (basis * np.sqrt(values) @ basis.T)
