@@ -327,6 +327,10 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.02,
             lambda: oa.relaxations.psd(g.softmax(), radius=size["radius"](), n=count(), effort=g.number("fast")).value,
         ),
+        "relaxations.psd_mean_field": (
+            0.02,
+            lambda: oa.relaxations.psd_mean_field(g.softmax(), radius=size["radius"](), effort=g.number("fast")).value,
+        ),
         "relaxations.negative_identity": (
             0.02,
             lambda: (

@@ -36,6 +36,7 @@ W_inf                 ``v (a + sqrt(1 + a^2))``, neither n nor exponential   :mo
 rows and columns      a joint program over the two tokens that move most     :mod:`~otattn.lipschitz.upper.rows_and_columns`
 mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.upper.mean_field`
 PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.upper.psd`
+PSD, any measure      covariances of columns, variances of rows              :mod:`~otattn.lipschitz.forms.psd_mean_field`
 A = -alpha I          anchors that others use have dead rows                 :mod:`~otattn.lipschitz.forms.negative_identity`
 two tokens            quadratic forms under quadratic constraints            :mod:`~otattn.lipschitz.upper.two_tokens`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`

@@ -6,6 +6,7 @@ from otattn.lipschitz.constants.field import field_certificate
 from otattn.lipschitz.constants.self_entropy import row_certificate, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
 from otattn.lipschitz.forms.negative_identity import negative_identity
+from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
 from otattn.lipschitz.upper.mean_field import mean_field
 from otattn.lipschitz.upper.near_tokens import near_tokens
 from otattn.lipschitz.upper.psd import psd
@@ -21,6 +22,7 @@ __all__ = [
     "near_tokens",
     "negative_identity",
     "psd",
+    "psd_mean_field",
     "row_certificate",
     "rows_and_columns",
     "self_entropy",

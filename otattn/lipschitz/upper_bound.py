@@ -88,7 +88,8 @@ def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float,
     """Whether a relaxation may win, or costs little.
 
     The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions;
-    that of ``A = -alpha I`` is never below ``v phi(a) sqrt(n - 2)`` (one token moves, and n - 2 rows look at it).
+    that of ``A = -alpha I`` is never below ``v phi(a) sqrt(n - 2)`` (one token moves, and n - 2 rows look at it); that of PSD
+    forms stays above ``v e^{kappa/2} (1 + kappa)``.
     """
     if record.key == "two_tokens":
         return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
@@ -96,14 +97,15 @@ def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float,
         row = next((b.details for b in closed if b.theorem == "row_bound" and "t" in b.details), None)
         least = 0.0 if row is None else spectral_norm(attention.V) * row["row_constant"] * math.sqrt(max(n - 2.0, 0.0))
         return row is None or (row["t"] > 0.8 and least < min(b.value for b in closed))
-    if record.key != "mean_field" or not isinstance(attention, SoftmaxAttention):
+    if record.key not in ("mean_field", "psd_mean_field") or not isinstance(attention, SoftmaxAttention):
         return True
     best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
     exponents = [float(b.details["kappa"]) for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
     v = spectral_norm(attention.V)
     if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
         return True
-    return min(exponents) / p + math.log(v) < best + 0.5
+    kappa = min(exponents)
+    return kappa / p + math.log(v) < best + (0.5 if record.key == "mean_field" else -math.log1p(kappa))
 
 
 def lipschitz_upper_bound(

@@ -136,6 +136,7 @@ RUNS = {
     "adversarial_tokens": 1,
     "enclose_lipschitz": 1,
     "relaxations.negative_identity": 3,
+    "relaxations.psd_mean_field": 2,
     "enclosure_table": 1,
     "flow_stability": 1,
     "flow_radius_bound": 1,

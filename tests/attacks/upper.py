@@ -252,6 +252,11 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
             {"kinds": ("softmax",), "forms": POSITIVE, "plain": True, "any_measure": False, **BALL, "sizes": (2, 3, 4)},
         ),
         (
+            "relaxations.psd_mean_field",
+            lambda q: R.psd_mean_field(q.ours, domain=q.region.domain),
+            {"kinds": ("softmax",), "forms": POSITIVE, "plain": True, "any_measure": None, **BALL},
+        ),
+        (
             "relaxations.negative_identity",
             lambda q: R.negative_identity(q.ours, domain=q.region.domain, n=q.n),
             {"kinds": ("softmax",), "forms": NEGATIVE, "plain": True, "any_measure": False, **BALL, "sizes": (3, 4, 6)},

@@ -224,7 +224,7 @@ def searched() -> dict[str, Maker]:
     out: dict[str, Maker] = {
         "psd": lambda: relaxations.psd(PSD, radius=1.0, n=3, effort="fast"),
         "negative_identity": lambda: relaxations.negative_identity(NEGATIVE, radius=1.0, n=4),
-        "mean_field-psd": lambda: relaxations.mean_field(PSD, radius=1.0),
+        "psd_mean_field": lambda: relaxations.psd_mean_field(PSD, radius=1.0),
     }
     for name, head, domain in (
         ("plain", SOFTMAX, DOMAINS["ball"]),

@@ -20,8 +20,9 @@ from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.constants.self_logit import psd_defect, unit_numbers
+from otattn.lipschitz.forms import psd_mean_field
 from otattn.lipschitz.upper import psd
-from otattn.lipschitz.upper.mean_field import branch_of, log_bound
+from otattn.lipschitz.upper.mean_field import log_bound
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
 from otattn.lipschitz.upper.rows_and_columns import Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
@@ -141,9 +142,9 @@ def test_a_form_near_a_semidefinite_one_moves_the_bound_by_its_distance():
     apart, a = psd_defect(head), float(upper(head.a))
     assert apart > 0.0
     for h in (1e-3, 0.1, 1.0, 10.0):
-        branch = branch_of("covariance", head, 2.0, {"h": np.array([h])})
-        assert branch is not None
-        assert branch[2] >= 2.0 * apart + h * (2.0 * a * apart + apart**2)
+        assert psd_mean_field.loose(psd_mean_field.Columns(a, 2.0, 1.0, h, 1.0), apart) >= 2.0 * apart + h * (
+            2.0 * a * apart + apart**2
+        )
 
 
 @pytest.mark.parametrize("x", [1.0, 30.0, 600.0])

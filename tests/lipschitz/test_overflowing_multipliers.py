@@ -13,6 +13,7 @@ from otattn.measures import Ball, Box, PointSet
 
 ATTENTION = oa.SoftmaxAttention(4.0 * np.array([[0.5, 0.4], [-0.2, 1.0]]), np.array([[1.0, 0.2], [0.0, 0.7]]))
 NEGATIVE = oa.SoftmaxAttention(-4.0 * np.eye(2), np.array([[1.0, 0.2], [0.0, 0.7]]))
+POSITIVE = oa.SoftmaxAttention(4.0 * np.eye(2), np.array([[1.0, 0.2], [0.0, 0.7]]))
 POINTS = np.random.default_rng(0).normal(size=(6, 2))
 CERTIFICATES = {
     "field, ball": lambda: oa.relaxations.field_certificate(ATTENTION, domain=Ball(1.0, 2)),
@@ -25,6 +26,7 @@ CERTIFICATES = {
     "self entropy": lambda: oa.relaxations.self_entropy(ATTENTION, domain=Ball(1.0, 2), n=4),
     "rows_and_columns": lambda: oa.relaxations.rows_and_columns(ATTENTION, radius=1.0, n=3),
     "negative_identity": lambda: oa.relaxations.negative_identity(NEGATIVE, radius=1.0, n=3),
+    "psd_mean_field": lambda: oa.relaxations.psd_mean_field(POSITIVE, radius=1.0),
     "mean field": lambda: oa.relaxations.mean_field(ATTENTION, radius=1.0),
     "two_tokens": lambda: oa.relaxations.two_tokens(ATTENTION, radius=1.0),
     "local ball": lambda: oa.relaxations.near_tokens(ATTENTION, POINTS / 3, 0.05),

@@ -1,4 +1,4 @@
-r"""Upper bounds of the mean-field constant ``W_p-Lip(F on P(domain))``: by entropy for every head, by covariances for PSD forms.
+r"""Upper bounds of the mean-field constant ``W_p-Lip(F on P(domain))`` by entropy, for every head.
 
 Notation: unit ball (see :mod:`otattn.lipschitz.constants.self_logit`), ``g_x = A x + c``, ``k(x,y) = e^{<g_x,y>}/Z_x``,
 ``P_x = k(x,.) mu`` with mean ``m_x`` and covariance ``C_x``, ``lam_x = lambda_max(C_x)``, ``f(x) = |g(x)| - <g(x),x>``,
@@ -28,29 +28,8 @@ E |A (x - xbar)|^2 <= Gam``, ``Gam = min(max|g|^2, |g(xbar)|^2 + a^2 (1 - |xbar|
 
 ``(s_1, s_2) = (0, p/2)`` for p >= 2 and ``(2-p, p-1)`` below. Dropping the divergence gives the column bound.
 
-**Covariance (p = 2, c = 0, A PSD).** Put ``y(x) = A^{1/2} x / sqrt(a)``, ``|y| <= 1``, ``rho = |y(xbar)|``, ``B = a beta`` the
-largest eigenvalue of ``Cov_alpha(A^{1/2} x)``; ``rho^2 + beta <= 1`` and ``<g(xbar), y - xbar> <= a (rho - rho^2)``.
-Row: with a unit u, ``n_y = u + <u, y - m_x> g_x``, h > 0 fixed and ``Q = I + h g_x g_x^T``, ``<n_y, eps>^2 <= (n_y^T Q^{-1}
-n_y)(eps^T Q eps)``. ``Q^{-1}`` divides by ``1 + h |g_x|^2`` along g_x and ``y - m_x`` is centred: ``int k n_y^T Q^{-1} n_y <= 1 +
-lam_x |g_x|^2/(1 + h |g_x|^2)``. So ``|K eps(x)|^2 <= (1 + lam_x/H) int k |eps|^2 (1 + h <g_x, e_y>^2)``, ``H = h + 1/a^2``, e_y the
-direction of ``eps(y)``; and ``E_alpha <A x, e>^2 = <A xbar, e>^2 + e^T A Cov A e <= a^2 (rho^2 + beta)``. A coupling pi of alpha
-with itself in place of alpha in M1, gives ``log T = <g(xbar), y - xbar> - [Cov_pi(A x, x') - KL(pi|alpha x alpha)] + E[log w -
-KL(pi_x|P_x)]``. Let x, x' be independent given ``Y = z + noise``, ``z = <u, A^{1/2} x>`` in the direction u of variance B, the
-noise of variance ``s^2 = B (1 - t)/t``. The covariance is at least that of z, ``C = Var E[z|Y] >= t B`` (best linear predictor).
-``KL(pi|alpha x alpha) <= I(z;z') = I(z;Y) - I(z;Y|z') = h(Y) + h(Y|z,z') - log(2 pi e s^2)``, since ``(z',Y)`` has the law of
-``(z,Y)``; entropies are at most those of Gaussians: of variance ``B/t``, and ``L = B/t - 2B^2/(B + C)``, the error of the best
-multiple of ``z + z'``. So the gain is at least ``C - log(B L/(t s^4))/2``, whose slope ``1 - B^2/((B + C)^2 L)`` in C increases and
-at ``C = t B`` is ``1 - t/(B (1 - t^2))``: 0 for the t with ``t/(1 - t^2) = B``. There it is ``gain(B) = max_t B t + log(1 -
-t^2)/2``. Take theta times M1 plus 1 - theta times this. ``E_alpha <e,x'>^2 <= W`` for every unit e with ``W = min(1,
-(a/a_min)(rho^2 + beta))``, a_min the least eigenvalue of A; x' -> 1 with probability ``<e,x'>^2`` gives ``KL(alpha|P_x) >=
-kl(W_e|U)``, ``W_e <= W``, ``U = E_{P_x} <e,x'>^2 >= lam_x``, so ``(1 + lam_x/H) e^{-theta KL} <= 1 + c_2/H``, ``c_2 = max_U U
-e^{-theta kl(W|U)}`` at ``U = (1 + theta W)/(1 + theta)`` (for U >= W, kl(W_e|U) >= kl(W|U); for U < W, U <= W <= c_2; c_2 increases
-in W). Hence, for every h,
-
-.. math:: \log T \le \sup_{\rho^2 + \beta \le 1} \min_\theta \; a\rho(1-\rho) - (1-\theta)\, gain(a\beta)
-          + \log(1 + c_2/H) + \log(1 + h a^2 (\rho^2 + \beta)) .
-
-Every factor is monotone on a cell (the first is concave in rho); f is bounded by the self-logit inequality.
+Every factor is monotone in each variable on a cell; f is bounded by the self-logit inequality. For a positive semidefinite
+form and p = 2, :mod:`otattn.lipschitz.forms.psd_mean_field` is sharper.
 """
 
 from __future__ import annotations
@@ -65,23 +44,20 @@ from scipy.optimize import minimize_scalar
 
 from otattn._linalg import Array, norm_upper
 from otattn.attention import AttentionMap
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper, xlogy
+from otattn.lipschitz.arithmetic.intervals import lift, like, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
+from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of, psd_defect
+from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures.domains import Domain
 
-_THETAS = np.linspace(0.0, 1.0, 17)
 _MARGIN = 1e-12
 _CELLS = 200_000
-USED = {"entropy": ("nu", "gap"), "covariance": ("h",)}
-"""The multipliers of each theorem; the plain column bound has none."""
 
 
 def heavy_share(rho: Any, s: float) -> Any:
@@ -93,22 +69,6 @@ def heavy_share(rho: Any, s: float) -> Any:
     whole: Any = 1.0 + 2.0 * like(s, rho)
     kl = xlogy(p, whole * p / (p + s)) + xlogy(rest, whole * rest / (rest + s))
     return 4.0 * ((p + s) / whole) * ((rest + s) / whole) * np.exp(-kl / s)
-
-
-def second_moment(W: Any, theta: float) -> Any:
-    """``c_2 = max_U U e^{-theta kl(W|U)}``, at ``U = (1 + theta W) / (1 + theta)``, ``(1-W)/(1-U) = (1 + theta)/theta``."""
-    if theta == 0.0:
-        return W * 0.0 + 1.0
-    share = like(theta, W)
-    U = (1.0 + share * W) / (1.0 + share)
-    kl = xlogy(W, W / U) + (1.0 - W) * (np.log1p(share) - np.log(share))
-    return np.minimum(1.0, U * np.exp(-share * kl))
-
-
-def gain(B: Any) -> Any:
-    """``max_t B t + log(1 - t^2)/2`` over t in [0, 1), at ``t = 2B / (1 + sqrt(1 + 4 B^2))``."""
-    half = 0.5 + 0.5 * np.sqrt(1.0 + 4.0 * B * B)
-    return B * B / half - 0.5 * np.log(half)  # 1 - t^2 = 1 / half
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,22 +122,6 @@ class Barycentre:
         return bound
 
 
-def covariance_bound(a: Any, least: float, h: float) -> CellBound:
-    """The covariance bound on cells of ``(rho, beta / (1 - rho^2))``."""
-
-    def bound(lo: Any, hi: Any) -> Array:
-        (r0, s0), (r1, s1) = ends(lo, hi, is_interval(a))
-        b0, b1 = (1 - r1**2) * s0, (1 - r0**2) * s1
-        r = np.clip(0.5, r0, r1)
-        total = np.minimum(1.0, r1**2 + b1)
-        W = np.minimum(1.0, total * (a / least)) if least > 1e-9 * top(a) else np.ones_like(total)
-        gained = gain(a * b0)
-        rows = [np.log1p(second_moment(W, t) * (a**2 / (1 + h * a**2))) - (1 - t) * gained for t in _THETAS]
-        return np.asarray(upper(a * (r - r**2) + np.stack(rows).min(axis=0) + np.log1p(h * a**2 * total)))
-
-    return bound
-
-
 def _orders(p: float) -> tuple[float, float]:
     return (0.0, 0.5 * p) if p >= 2 else (2.0 - p, p - 1.0)
 
@@ -214,34 +158,24 @@ def _plain(head: UnitNumbers, p: float) -> Any:
     return head.kappa + (s1 * np.log1p(2 * head.top) + s2 * np.log1p(np.square(head.top)))
 
 
-def branch_of(
-    name: str, head: UnitNumbers, p: float, multipliers: Mapping[str, Array]
-) -> tuple[CellBound, tuple[Array, Array], float] | None:
-    """A theorem's bound of ``log sup T`` on cells, cells that cover everything, and what is added; None where it does not apply."""
-    if name == "entropy" and math.isfinite(p):
-        field = Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-        return field.entropy_bound(*_orders(p)), field.boxes(24), 0.0
-    defect = psd_defect(head) if name == "covariance" and head.centred and p == 2 else math.inf
-    if math.isinf(defect):
-        return None
-    h = float(multiplier(multipliers, "h", (1,), positive=True)[0])
-    bound = covariance_bound(head.a, max(0.0, least_stretch(head) - defect) * (1 - 1e-12), h)
-    # log T moves by at most 2 |E|, and by h (2 a |E| + |E|^2) in the second factor, when A = PSD + E
-    loose = 4 * defect * (1 + h * top(head.a)) * (1 + 1e-12)
-    return bound, boxes(np.linspace(0, 1, 25), np.linspace(0, 1, 25)), loose
+def entropy_cells(
+    head: UnitNumbers, p: float, multipliers: Mapping[str, Array]
+) -> tuple[CellBound, tuple[Array, Array]]:
+    """The bound of ``log sup T`` by entropy on cells, and cells that cover everything."""
+    field = Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+    return field.entropy_bound(*_orders(p)), field.boxes(24)
 
 
 def _trial(
     head: UnitNumbers, p: float, multipliers: Mapping[str, Array], tol: float
 ) -> tuple[float, str, Maximum | None]:
     """The least ``log sup T`` of the theorems at these multipliers, in float64, the theorem, and where it stands."""
-    trials: list[tuple[float, str, Maximum | None]] = [(float(_plain(head, p)), "plain", None)]
-    for name in ("entropy", "covariance") if head.a > 0 else ():
-        if (branch := branch_of(name, head, p, multipliers)) is not None:
-            bound, cover, loose = branch
-            at = maximise(bound, *cover, tol=tol, max_cells=_CELLS)
-            trials.append((at.value + loose, name, at))
-    return min(trials, key=lambda trial: trial[0])
+    plain = float(_plain(head, p))
+    if not head.a > 0 or math.isinf(p):
+        return plain, "plain", None
+    bound, cover = entropy_cells(head, p, multipliers)
+    at = maximise(bound, *cover, tol=tol, max_cells=_CELLS)
+    return (plain, "plain", None) if plain <= at.value else (at.value, "entropy", at)
 
 
 def log_bound(head: UnitNumbers, p: float, log_sum_T: Any) -> Any:
@@ -264,26 +198,12 @@ def _problem(statement: Statement) -> dict[str, Any]:
 @dual_function("mean_field", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head, p = problem["head"], problem["p"]
-    branch = branch_of(problem["branch"], head, p, multipliers)
-    if branch is None:
+    if problem["branch"] != "entropy" or math.isinf(p):
         value = _plain(head, p)
     else:
-        bound, cover, loose = branch
-        value = proved_below(bound, *cover, target=problem["target"] - loose, max_cells=2 * _CELLS)
-        value = (lift(value) if head.exact else value) + loose * (1 + 1e-12)
+        bound, cover = entropy_cells(head, p, multipliers)
+        value = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
     return safe_exp(log_bound(head, p, lift(value) if head.exact else value))
-
-
-def _choose_h(a: float, least: float) -> float:
-    """A good h of the covariance bound: the maximum over points is convex in ``log h``."""
-    shares = np.append(0, np.geomspace(0.5 / (40 * (a + 1)), 1, 30))
-    points = np.stack(np.meshgrid(np.linspace(0, 1, 41), shares)).reshape(2, -1)
-
-    def largest(t: float) -> float:
-        return float(np.max(covariance_bound(a, least, math.exp(t))(points, points)))
-
-    found = minimize_scalar(largest, bounds=(-math.log(1 + a) - 4.0, 4.0), method="bounded", options={"xatol": 1e-2})
-    return math.exp(float(found.x))
 
 
 @theorem(
@@ -294,7 +214,7 @@ def _choose_h(a: float, least: float) -> float:
     closed=False,
 )
 def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound of ``W_p-Lip(F)`` over all measures on the domain: the least of the column bound, entropy and covariance.
+    """Upper bound of ``W_p-Lip(F)`` over all measures on the domain: the least of the column bound and entropy.
 
     Other Parameters
     ----------------
@@ -304,14 +224,14 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     Returns
     -------
     Certificate
-        Its multipliers are those of the theorem that wins: "entropy" (``nu``, ``gap``) or "covariance" (``h``).
+        Its multipliers are ``nu`` and ``gap`` where entropy wins; the column bound has none.
         When the bound exceeds the largest float the result is a plain :class:`Bound` of value inf with its ``log_value``.
 
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = mean_field(SoftmaxAttention([[9.0]], [[1.0]]), radius=1.0)
-    >>> bound.value < 27, bound.verify()
+    >>> bound = mean_field(SoftmaxAttention([[-4.0]], [[1.0]]), radius=1.0)
+    >>> bound.value < 185, bound.verify()
     (True, True)
     """
     statement = Statement(attention, domain, n, p)
@@ -320,15 +240,14 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
         return trivial(statement)
     tol = 1e-3 if effort == "fast" else 1e-5
     family = SelfLogit.default(head)
-    h = _choose_h(head.a, least_stretch(head)) if head.a > 0 and math.isfinite(psd_defect(head)) else 1.0
-    multipliers = {"nu": family.nu, "gap": family.gap, "h": np.array([h])}
+    multipliers = {"nu": family.nu, "gap": family.gap}
     log_T, name, at = _trial(head, p, multipliers, tol)
     for _ in range(4):
         # a multiplier made for the worst cell, as long as it helps
-        if at is None or name != "entropy":
+        if at is None:
             break
         family = _enrich(head, SelfLogit.of(head, multipliers), at)
-        richer = {**multipliers, "nu": family.nu, "gap": family.gap}
+        richer = {"nu": family.nu, "gap": family.gap}
         trial = _trial(head, p, richer, tol)
         gained = log_T - trial[0]
         if gained > 1e-12:
@@ -342,7 +261,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     return certify(
         "mean_field",
         statement=replace(statement, options={"branch": name, "target": log_T}),
-        multipliers={key: multipliers[key] for key in USED.get(name, ())},
+        multipliers=multipliers if name == "entropy" else {},
         solver="branch and bound",
         solver_status="closed",
         solver_value=safe_exp(log_value),

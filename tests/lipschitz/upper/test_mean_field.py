@@ -13,14 +13,7 @@ from otattn.lipschitz import Bound
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
-from otattn.lipschitz.upper.mean_field import (
-    Barycentre,
-    covariance_bound,
-    gain,
-    heavy_share,
-    mean_field,
-    second_moment,
-)
+from otattn.lipschitz.upper.mean_field import Barycentre, heavy_share, mean_field
 from otattn.measures import Ball, Ellipsoid
 
 GRID = np.linspace(0.0, 1.0, 20_001)[1:-1]
@@ -40,44 +33,6 @@ def test_weight_is_the_maximum_over_the_share():
     assert (np.diff(heavy_share(rho, 1.0)) <= 0).all()
     assert heavy_share(np.array(0.0), 1.0) == pytest.approx(1.0)
     assert heavy_share(np.array(1.0), 1.0) == pytest.approx(16 / 27)
-
-
-def test_second_moment_is_the_maximum_over_the_share():
-    W = np.array([0.0, 0.1, 0.6, 1.0])
-    for theta in (0.25, 0.5, 1.0):
-        brute = [(GRID * np.exp(-theta * kl(w, GRID))).max() for w in W[:-1]]
-        assert second_moment(W, theta)[:-1] == pytest.approx(brute, rel=1e-4)
-    assert second_moment(W, 0.5)[-1] == pytest.approx(1.0)
-
-
-def test_gain_is_the_best_gaussian_channel():
-    for B in (1e-3, 0.5, 1.0, 4.0, 30.0):
-        # a grid of 5e-5 misses the maximum by its square, over 1 - t^2
-        assert gain(np.array(B)) == pytest.approx((B * GRID + 0.5 * np.log1p(-(GRID**2))).max(), rel=1e-4, abs=1e-8)
-
-
-def test_couplings_gain_at_least_what_gaussians_gain():
-    """``sup_pi Cov_pi(x, x') - KL(pi|alpha x alpha)`` by Sinkhorn's iteration, the value of its coupling on the line."""
-    rng = np.random.default_rng(8)
-    tried, least = 0, math.inf
-    for _ in range(150):
-        n = int(rng.integers(2, 7))
-        x, p = rng.normal(size=n) * rng.uniform(0.2, 3.0), rng.dirichlet(np.full(n, rng.choice([0.3, 1.0, 5.0])))
-        p = np.maximum(p, 1e-9) / np.maximum(p, 1e-9).sum()
-        x = x - p @ x
-        cost, f = np.outer(x, x), np.zeros(n)
-        for _ in range(400):
-            z = cost - f + np.log(p)
-            top = z.max(axis=1)
-            f = 0.5 * (f + top + np.log(np.exp(z - top[:, None]).sum(axis=1)))
-        density = cost - f[:, None] - f
-        pi = np.exp(density) * p[:, None] * p
-        if np.abs(pi.sum(axis=1) - p).max() > 1e-9:
-            continue
-        B = float(p @ x**2)
-        tried, least = tried + 1, min(least, float((pi * (cost - density)).sum() - gain(np.array(B))))
-    assert tried > 100
-    assert -1e-8 <= least < 1e-2
 
 
 def test_the_column_identity_on_random_measures():
@@ -116,7 +71,7 @@ def test_cells_dominate_their_points(name):
     A, V = FORMS[name]
     head = unit_numbers(SoftmaxAttention(6.0 * A, V), 1.0)
     field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
-    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4), covariance_bound(6.0, 6.0, 0.3)):
+    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4)):
         lo = 0.9 * rng.random((2, 200))
         hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
         whole = bound(lo, hi)
@@ -140,14 +95,9 @@ def test_the_exponent_bounds_every_barycentre(name):
     assert (true <= field.excess(r, r, gamma, gamma) + 1e-9).all()
 
 
-@pytest.mark.parametrize(
-    ("A", "target"),
-    [(9.0 * np.eye(3), 27.5), (-4.0 * np.eye(3), 185.0)],
-    ids=["identity, 9", "minus identity, 4"],
-)
-def test_targets(A, target):
-    bound = mean_field(SoftmaxAttention(A, np.eye(3)), radius=1.0)
-    assert bound.value <= target
+def test_minus_the_identity():
+    bound = mean_field(SoftmaxAttention(-4.0 * np.eye(3), np.eye(3)), radius=1.0)
+    assert bound.value <= 185.0
     assert bound.verify()
 
 
@@ -214,18 +164,13 @@ def test_the_recheck_rejects_tampering(name):
     assert bound.verify()
     assert not replace(bound, value=0.99 * bound.value).verify()
     # what is stored is used
-    assert set(bound.multipliers) == {"entropy": {"nu", "gap"}, "covariance": {"h"}}[bound.details["branch"]]
+    assert set(bound.multipliers) == {"nu", "gap"}
     for key in bound.multipliers:
         assert not replace(bound, multipliers={k: v for k, v in bound.multipliers.items() if k != key}).verify()
         broken = {**bound.multipliers, key: np.full_like(bound.multipliers[key], np.nan)}
         assert not replace(bound, multipliers=broken).verify()
-    assert not replace(
-        bound, options={**bound.options, "branch": "entropy" if "h" in bound.multipliers else "covariance"}
-    ).verify()
-    if bound.details["branch"] == "covariance":
-        assert not replace(bound, multipliers={**bound.multipliers, "h": np.array([-1.0])}).verify()
-        worse = replace(bound, multipliers={**bound.multipliers, "h": 30 * bound.multipliers["h"]})
-        assert worse.proved_value() > bound.value
+    # the column bound proves more
+    assert not replace(bound, options={**bound.options, "branch": "plain"}).verify()
 
 
 def test_bad_input():
