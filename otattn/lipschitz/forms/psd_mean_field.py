@@ -84,7 +84,7 @@ _MEANS = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0])
 """Numbers ``m / s`` of the lemma."""
 _VARIANCES = 128
 """Cells of the variance of a row; their error is of second order."""
-_CELLS = 200_000
+_CELLS = 50_000
 _CHUNK = 2048
 """Cells whose numbers of the lemma are tried together: a few megabytes."""
 _RANGE = 1e-8, 2000.0
@@ -308,7 +308,7 @@ def psd_mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: fl
     Other Parameters
     ----------------
     effort : {"fast", "deep"}
-        Branch-and-bound gap of 1e-3 or 1e-4 in the logarithm of T.
+        Branch-and-bound gap of 1e-3 or 3e-4 in the logarithm of T.
 
     Returns
     -------
@@ -327,7 +327,7 @@ def psd_mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: fl
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return trivial(statement)
     a, stretch, share, defect = _numbers(head)
-    tol = 1e-4 if effort == "deep" else 1e-3
+    tol = 3e-4 if effort == "deep" else 1e-3
     columns = _choose(a, stretch, share)
     found = columns.maximum(tol)
     return certify(
