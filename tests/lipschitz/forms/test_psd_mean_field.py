@@ -8,8 +8,10 @@ import pytest
 from relaxation_attacks import climb, in_ball
 
 import otattn as oa
+from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.constants.self_logit import unit_numbers
 from otattn.lipschitz.forms.concentration import exponent
-from otattn.lipschitz.forms.psd_mean_field import Columns
+from otattn.lipschitz.forms.psd_mean_field import Columns, _bound, _numbers
 from otattn.lipschitz.forms.self_coupling import gain
 from otattn.lipschitz.relaxations import mean_field, psd_mean_field
 from otattn.lipschitz.table import table
@@ -135,6 +137,41 @@ def test_cells_dominate_their_points(stretch):
         for _ in range(10):
             inside = lo + rng.random(lo.shape) * (hi - lo)
             assert (columns.bound(inside, inside) <= whole + 1e-9).all()
+
+
+def test_cells_in_intervals_are_those_in_floats():
+    rng = np.random.default_rng(9)
+    for stretch in (1.0, 3.0, math.inf):
+        columns = some_columns(rng, 5.0, stretch=stretch, share=0.8)
+        exact = replace(columns, a=lift(5.0), stretch=stretch if math.isinf(stretch) else lift(stretch))
+        lo = 0.9 * rng.random((2, 100))
+        hi = np.minimum(1.0, lo + 0.05 * rng.random((2, 100)))
+        assert exact.bound(lo, hi) == pytest.approx(columns.bound(lo, hi), abs=1e-10)
+
+
+def test_what_a_form_says_of_tokens_that_it_stretches():
+    """``|x|^2 <= (a/a_min) |y|^2``, for means and for standard deviations; nothing when the form is singular."""
+    lo, hi = np.array([[0.2], [0.1]]), np.array([[0.3], [0.2]])
+    s, b, gained = Columns(5.0, 4.0, 1.0, 1.0, 1.0).law(lo, hi)
+    assert [s[0], b[0]] == pytest.approx([0.6, 4.0 * (1 - 0.04) * 0.2])
+    assert gained[0] == pytest.approx(gain(5.0 * (1 - 0.09) * 0.1))
+    s, b, _ = Columns(5.0, math.inf, 1.0, 1.0, 1.0).law(lo, hi)
+    assert [s[0], b[0]] == [1.0, 1.0]
+
+
+def test_numbers_of_a_head():
+    a, stretch, share, defect = _numbers(unit_numbers(oa.SoftmaxAttention(np.diag([4.0, 0.5]), TILTED), 1.0))
+    assert [a, stretch] == pytest.approx([4.0, 8.0])
+    # max |V u| |A u| over the ball, on a grid
+    t = np.linspace(0.0, math.pi, 100_001)
+    u = np.array([np.cos(t), np.sin(t)])
+    field = (np.linalg.norm(TILTED @ u, axis=0) * np.linalg.norm(np.diag([4.0, 0.5]) @ u, axis=0)).max()
+    assert share == pytest.approx(field / (4.0 * np.linalg.norm(TILTED, 2)), rel=1e-6)
+    assert share < 0.97
+    # the distance to a PSD form is paid for
+    columns = Columns(a, stretch, share, 1.0, 1.0)
+    assert 0.0 < defect < 1e-12
+    assert _bound(3.0, columns, 1.0, 1e-3) >= _bound(3.0 + 2e-3 * (1.0 + a), columns, 1.0, 0.0)
 
 
 def test_columns_of_measures_are_below_the_bound():
