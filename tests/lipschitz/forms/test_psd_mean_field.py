@@ -42,7 +42,7 @@ def test_couplings_gain_at_least_what_gaussians_gain():
     """``sup_pi Cov_pi(x, x') - KL(pi|alpha x alpha)`` by Sinkhorn's iteration, the value of its coupling on the line."""
     rng = np.random.default_rng(8)
     tried, least = 0, math.inf
-    for _ in range(70):
+    for _ in range(40):
         n = int(rng.integers(2, 7))
         x, p = rng.normal(size=n) * rng.uniform(0.2, 3.0), rng.dirichlet(np.full(n, rng.choice([0.3, 1.0, 5.0])))
         p = np.maximum(p, 1e-9) / np.maximum(p, 1e-9).sum()
@@ -57,7 +57,7 @@ def test_couplings_gain_at_least_what_gaussians_gain():
         if np.abs(pi.sum(axis=1) - p).max() > 1e-9:
             continue
         tried, least = tried + 1, min(least, float((pi * (cost - density)).sum() - gain(np.array(p @ x**2))))
-    assert tried > 50
+    assert tried > 30
     assert -1e-8 <= least < 1e-2
 
 
@@ -178,7 +178,7 @@ def test_columns_of_measures_are_below_the_bound():
     """``T(y) = sum_x mu_x k(x, y) w(lam_x) (1 + h <g_x, e>^2)`` of random measures, at the law alpha that they have."""
     rng = np.random.default_rng(5)
     tight = -math.inf
-    for _ in range(150):
+    for _ in range(100):
         d, c = int(rng.integers(1, 4)), int(rng.integers(2, 7))
         X = in_ball(2 * rng.standard_normal((c, d)), 1.0)
         X[1:] *= rng.choice([1.0, 0.05])
