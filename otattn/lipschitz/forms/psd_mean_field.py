@@ -87,8 +87,8 @@ _VARIANCES = 128
 _CELLS = 50_000
 _CHUNK = 2048
 """Cells whose numbers of the lemma are tried together: a few megabytes."""
-_RANGE = 1e-8, 2000.0
-"""``||A|| R^2``: below it the column bound is sharp, above it the bound is beyond ``e^{250}``."""
+_RANGE = 1e-8, 5000.0
+"""``||A|| R^2``: below it the column bound is sharp, above it the bound is beyond ``e^{625}``."""
 _MARGIN = 1e-11
 """Above what the operations on a cell lose, for numbers of size 1."""
 
