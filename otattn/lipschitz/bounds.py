@@ -8,6 +8,9 @@ from otattn.lipschitz.lower.published import (
     castin2024_mean_field_lower,
     kim2021_dot_product,
 )
+from otattn.lipschitz.regularity.fields import heads_field_bound
+from otattn.lipschitz.regularity.fixed_query import fixed_query_bound
+from otattn.lipschitz.regularity.values import value_bound
 from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
 from otattn.lipschitz.upper.blocks import whole_block
 from otattn.lipschitz.upper.gates_and_heads import gated_bound, heads_bound
@@ -46,9 +49,11 @@ __all__ = [
     "density_bound",
     "density_constant",
     "field_bound",
+    "fixed_query_bound",
     "gated_bound",
     "geshkovski2024_mean_field",
     "heads_bound",
+    "heads_field_bound",
     "hoelder_constant",
     "kim2021_dot_product",
     "kim2021_l2",
@@ -68,5 +73,6 @@ __all__ = [
     "score_row_bound",
     "sinkhorn_bound",
     "table",
+    "value_bound",
     "whole_block",
 ]
