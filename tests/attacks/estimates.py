@@ -133,7 +133,12 @@ def attack(name: str, call: Callable[[Problem], Any], wanted: tuple[str, ...], *
 
     def run(rng: np.random.Generator) -> Outcome:
         more, masked = ((), None) if rng.random() < 0.6 else (("sinkhorn", "sinkhorn"), False)
-        drawn: dict[str, Any] = {"kinds": (*ALL, *more), "masked": masked, "heads": rng.random() < 0.3, "orders": ORDERS}
+        drawn: dict[str, Any] = {
+            "kinds": (*ALL, *more),
+            "masked": masked,
+            "heads": rng.random() < 0.3,
+            "orders": ORDERS,
+        }
         q = problem(rng, **{**drawn, **draw})
 
         def body() -> Outcome:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from blocks import BLOCKS
+from estimates import ESTIMATES
 from lower import LOWER
 from measured import MEASURED, nearly_equal
 from near import NEAR
@@ -22,7 +23,7 @@ import otattn as oa
 from otattn import lipschitz
 
 ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
-    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED | NEAR
+    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED | NEAR | ESTIMATES
 )
 
 PROMISE = re.compile(

@@ -22,8 +22,8 @@ ATOMS = 3
 """Atoms of a measure that is moved."""
 DIRECTIONS = 4
 """Latent directions in which points move, those that the matrices of the map single out first."""
-STARTS, CLIMBS, STEPS = 12, 2, 20
-"""Configurations looked at, those that are climbed from, and steps of L-BFGS."""
+STARTS, STEPS, EVALUATIONS = 12, 20, 240
+"""Configurations looked at, and from the best of them steps of L-BFGS and evaluations at most."""
 ROUNDS = 12
 """Steps of the alternating iteration for orders other than 1 and 2."""
 DEEPEST = 60.0
@@ -152,16 +152,13 @@ def measured(attention: AttentionMap, domain: Any, n: int | None, p: float, quan
         return found if math.isfinite(found) else 0.0
 
     try:
-        starts = sorted(((value(t), k, t) for k, t in enumerate(_starts(witness, rng))), reverse=True)
+        best, _, where = max((value(t), -k, t) for k, t in enumerate(_starts(witness, rng)))
     except NoJacobianError as exc:
         return str(exc)
-    best, where = starts[0][0], starts[0][2]
-    for _, _, t in starts[:CLIMBS]:
-        end = minimize(
-            lambda t: -math.log(max(value(t), 1e-300)), t, method="L-BFGS-B", options={"maxiter": STEPS, "maxfun": 400}
-        ).x
-        if value(end) > best:
-            best, where = value(end), end
+    options = {"maxiter": STEPS, "maxfun": EVALUATIONS}
+    end = minimize(lambda t: -math.log(max(value(t), 1e-300)), where, method="L-BFGS-B", options=options).x
+    if value(end) > best:
+        best, where = value(end), end
     x, mu, _ = witness.measure(where)
     return Bound(
         best, "lower", f"a short ascent from {STARTS} starts", p, domain, n, (x, mu), {}, attention, quantity=quantity
@@ -182,7 +179,7 @@ def _frame(problem: Problem) -> Array:
 
 
 def _starts(witness: Witness, rng: np.random.Generator) -> list[Array]:
-    """Opposite atoms along every direction with the query beside them, and random clouds."""
+    """Opposite atoms along every direction with the query beside them, or across from it, and random clouds."""
     k, c = len(witness.frame), witness.atoms
     out = []
     for s in range(STARTS):
@@ -192,6 +189,10 @@ def _starts(witness: Witness, rng: np.random.Generator) -> list[Array]:
             z[:] = u if s % 2 else -u
             z[1] = u
             z[2:] = -u + 1e-2 * rng.standard_normal((max(c - 1, 0), k))
+        elif k > 1 and s >= STARTS - 4:  # two light anchors across the query, the rest behind it
+            z[:], z[0] = -np.eye(k)[0], np.eye(k)[0]
+            z[1], z[2:3] = np.eye(k)[1], -np.eye(k)[1]
+            z *= (math.pi / 2 - 1e-2) * (1.0 if s % 2 else -1.0)
         logs = rng.choice([0.0, 2.0, 6.0]) * rng.standard_normal(c) if witness.free else np.empty(0)
         out.append(np.concatenate([z.ravel(), logs]))
     return out

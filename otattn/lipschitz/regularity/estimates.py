@@ -2,9 +2,7 @@ r"""The three estimates of a variant side by side, proven and measured, and whet
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from otattn import _validate as check
@@ -13,7 +11,6 @@ from otattn.attention import (
     AttentionMap,
     L2Attention,
     PointwiseAttention,
-    SigmoidAttention,
     SinkhornAttention,
     SoftmaxAttention,
 )
@@ -200,7 +197,7 @@ def _proven(attention: AttentionMap, region: Domain, n: int | None, p: float, qu
         for count in dict.fromkeys((n, None)):
             why = record.reason(attention, region, count, p)
             if why is None:
-                bounds.append(replace(prove(record.key, attention, region, count, p), n=n))
+                bounds.append(prove(record.key, attention, region, count, p))
             elif count == n:
                 reasons.append(why)
     return min(bounds, key=lambda b: b.log_value) if bounds else f"no theorem: {reasons[-1]}"
@@ -216,30 +213,28 @@ UNBOUNDED = (
     "the weights grow with <A x, y>, so |Gamma| grows faster than R: the estimates hold on every ball, but a flow may leave "
     "every ball in finite time (x' = x^3 for linear attention on the line)"
 )
-MASK = "; under a mask estimate 3 at time s carries theta([0, s])^{-1/p}, and F is Lipschitz in the conditional distance"
-
-
-def _verdict(attention: AttentionMap) -> tuple[bool | None, str]:
-    heads = list(single_heads(attention))
-    words = list(dict.fromkeys(_words(heads)))
-    if None in words:
-        odd = next(h for h, _ in heads if not isinstance(h, _KNOWN))
-        return None, f"no theorem says that {odd.kind} satisfies all three estimates"
-    masked = MASK if any(causal and not isinstance(h, PointwiseAttention) for h, causal in heads) else ""
-    said = [w for w in (UNBOUNDED, SIGMOID, NORMALISED) if w in words]
-    return UNBOUNDED not in words, (said[0] if UNBOUNDED in words else "; ".join(said)) + masked
+MASK = (
+    "; under a mask estimate 3 at time s carries theta([0, s])^{-1/p}, and F is Lipschitz in the conditional distance"
+)
 
 
 _KNOWN = (SoftmaxAttention, L2Attention, SinkhornAttention, PointwiseAttention)
 
 
-def _words(heads: list[tuple[Any, bool]]) -> Iterator[str | None]:
+def _verdict(attention: AttentionMap) -> tuple[bool | None, str]:
+    heads = list(single_heads(attention))
     for head, _ in heads:
         if not isinstance(head, _KNOWN):
-            yield None
-        elif isinstance(head, SigmoidAttention):
-            yield SIGMOID
-        elif head.mass == "any":
-            yield None if not isinstance(head, PointwiseAttention) else UNBOUNDED
-        else:
-            yield NORMALISED
+            return None, f"no theorem says that {head.kind} satisfies all three estimates"
+    words = {_words(head) for head, _ in heads}
+    masked = MASK if any(causal and not isinstance(head, PointwiseAttention) for head, causal in heads) else ""
+    if UNBOUNDED in words:
+        return False, UNBOUNDED + masked
+    return True, "; ".join(w for w in (SIGMOID, NORMALISED) if w in words) + masked
+
+
+def _words(head: Any) -> str:
+    """What bounds the growth of a head's values, or that nothing does."""
+    if not isinstance(head, PointwiseAttention):
+        return NORMALISED
+    return SIGMOID if head.mass == "at most one" else UNBOUNDED
