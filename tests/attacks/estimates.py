@@ -9,13 +9,12 @@ from typing import Any
 import mpmath as mp
 import numpy as np
 from ascent import largest
-from definitions import STEP, gamma, logits, sinkhorn
-from exact import NUDGE, exact, masses, minus, norm
+from definitions import STEP, field_jacobian, gamma, logits, sinkhorn
+from exact import NUDGE, exact, field_stretch, masses, minus, norm
 from exact import gamma as exact_gamma
 from exact import mean_norm as exact_mean_norm
 from outcomes import Outcome, asked, attempt, settled
 from problems import ALL, ORDERS, Problem, problem
-from quantities import field
 
 import otattn as oa
 
@@ -50,6 +49,25 @@ def size(q: Problem):
         v = [a / mp.fsum(w[:-1]) for a in w[:-1]]
         at = range(len(X) if q.map.ordered else 1)
         return max(norm(exact_gamma(q.map, [x], [i], X, v)[0]) for i in at)
+
+    return number, sure
+
+
+def field(q: Problem):
+    """``||D_x Gamma_mu(x)||`` at the atoms; what overflows counts for nothing."""
+
+    def blocks(X, w):
+        J = field_jacobian(q.map, X, np.arange(X.shape[1]), X, w)
+        return np.where(np.isfinite(J), J, 0.0)
+
+    def number(X, w):
+        return np.linalg.norm(blocks(X, w), 2, axis=(2, 3)).max(1)
+
+    def sure(X, w):
+        y, v = np.array([[[float(c) for c in x] for x in X]]), np.array([[float(a) for a in w]])
+        _, s, right = np.linalg.svd(blocks(y, v)[0])
+        i = int(s[:, 0].argmax())
+        return field_stretch(q.map, i, X, w, right[i, 0])
 
     return number, sure
 

@@ -99,6 +99,7 @@ METHODS = {
     "LocalLipschitz.upper": "local_lipschitz",
     "LocalLipschitz.upper_kind": "local_lipschitz",
     "Result.rows": "sweep",
+    "Estimates.proven": "estimates",
 }
 """Which attack covers a method that promises."""
 
@@ -139,6 +140,8 @@ RUNS = {
     "relaxations.negative_identity": 3,
     "relaxations.psd_mean_field": 2,
     "enclosure_table": 1,
+    "bounds.fixed_query_bound": 5,
+    "estimates": 4,
     "flow_stability": 1,
     "flow_radius_bound": 1,
     "stability_study": 8,

@@ -172,19 +172,21 @@ def estimates(
     read_all()
     found = [_proven(attention, region, count, order, what) for what in QUANTITIES]
     lower = [measured(attention, region, count, order, q) if ascent else "no ascent was asked for" for q in QUANTITIES]
-    bounds = [b if isinstance(b, Bound) else None for b in found]
+    size, field, measure = (b if isinstance(b, Bound) else None for b in found)
     passes, verdict = _verdict(attention)
     return Estimates(
         attention,
         region,
         count,
         order,
-        *bounds,
-        tuple("" if isinstance(b, Bound) else b for b in found),
-        tuple(b if isinstance(b, Bound) else None for b in lower),
-        tuple("" if isinstance(b, Bound) else b for b in lower),
-        passes,
-        verdict,
+        size,
+        field,
+        measure,
+        reasons=tuple("" if isinstance(b, Bound) else b for b in found),
+        measured=tuple(b if isinstance(b, Bound) else None for b in lower),
+        unmeasured=tuple("" if isinstance(b, Bound) else b for b in lower),
+        passes=passes,
+        verdict=verdict,
     )
 
 

@@ -20,6 +20,7 @@ from otattn.attention import (
 from otattn.attention.head import Arithmetic, Head, check_sizes, heads_of
 from otattn.lipschitz.arithmetic.balls import arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import Region, Seen, see
 from otattn.lipschitz.constants.sum_of_heads import combination
@@ -72,9 +73,10 @@ def bound_of_heads(
     heads, region = parts(attention, exact=exact), Region.of(domain, exact=exact)
     bases = [see(h.on_span(), region) if isinstance(h.map, SoftmaxAttention) else None for h in heads]
 
-    def best(values: Sequence[Any]) -> list[Any]:
+    def best(values: Sequence[Any]) -> list[float]:
         triples = zip(heads, values, bases, strict=True)
-        return [evaluate(h.with_values(V), region, None if b is None else b.with_values(V)) for h, V, b in triples]
+        logs = (evaluate(h.with_values(V), region, None if b is None else b.with_values(V)) for h, V, b in triples)
+        return [top(one) for one in logs]
 
     found = combination(heads, best)
     value: Any = found.value
