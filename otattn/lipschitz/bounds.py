@@ -20,6 +20,7 @@ from otattn.lipschitz.upper.multi_head import multi_head
 from otattn.lipschitz.upper.published import (
     castin2024_discrete,
     castin2024_masked,
+    castin2024_multi_head,
     geshkovski2024_mean_field,
     kim2021_l2,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "castin2024_large_radius",
     "castin2024_masked",
     "castin2024_mean_field_lower",
+    "castin2024_multi_head",
     "column_bound",
     "column_sum",
     "crossover",
