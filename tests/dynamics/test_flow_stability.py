@@ -61,7 +61,7 @@ def test_bounds_hold(name, p, weighted):
     assert out.n == (None if weighted else 4)
     assert out.verify()
     assert "ours" in out.log_bounds
-    assert ("published" in out.log_bounds) == (p == 2 and name.startswith(("softmax", "residual")))
+    assert ("published" in out.log_bounds) == (p == 2 and name.startswith(("softmax", "residual", "multihead")))
     for name_, bound in out.log_bounds.items():
         assert (np.log(out.ratios) <= bound + 1e-6).all(), name_
         assert (np.diff(bound) > 0).all()

@@ -35,7 +35,7 @@ from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention, Soft
 from otattn.attention.head import Head
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
 from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.arithmetic.rounding import LEAST, ROUNDING, log, product, top, up
+from otattn.lipschitz.arithmetic.rounding import LEAST, ROUNDING, least, log, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.sum_of_heads import parts_of, total
@@ -171,7 +171,7 @@ def _softmax_heads(attention: Any, domain: Any, n: int | None, p: float) -> str 
 def castin2024_multi_head(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
     r"""Several heads ``sum_h W_h Gamma^h``: ``sum_h ||W_h|| c_h``, c_h the published bound of head h on its own.
 
-    For n tokens that of :func:`castin2024_discrete`, for any measure that of :func:`geshkovski2024_mean_field`. Ours,
+    The smaller of :func:`castin2024_discrete` (n tokens) and :func:`geshkovski2024_mean_field` (without a mask). Ours,
     :func:`otattn.lipschitz.upper.multi_head.multi_head`, weighs the heads jointly.
 
     Examples
@@ -184,13 +184,12 @@ def castin2024_multi_head(attention: AttentionMap, domain: Ball, n: int | None, 
     logs = []
     for head in parts_of(attention, exact=exact):
         form, R = head.on_span(ball=True), domain.radius
-        if n is None:
+        values = [] if n is None else [log(castin_upper(form, R, n)[0])]
+        if not head.causal:  # for any measure, so for n tokens too
             a, _ = _absorbed(form, R)
-            value = log(form.norm_V) + np.log1p(3.0 * a) + 2.0 * a
-        else:
-            value = log(castin_upper(form, R, n)[0])
+            values.append(log(form.norm_V) + np.log1p(3.0 * a) + 2.0 * a)
         mix: Any = 1.0 if head.output is None else spectral_norm_upper(head.output) + head.output_error
-        logs.append(log(mix) + value)
+        logs.append(log(mix) + least(*values))
     return outward(total(logs, []), "castin2024_multi_head", domain, n, 2.0, {})
 
 
