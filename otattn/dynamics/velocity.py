@@ -195,7 +195,7 @@ class Velocity(Saved):
         layer = layer_at(self.attention, t)
         if self.propagator is not None:
             E = self.propagator(t)
-            return layer.in_coordinates(E, np.linalg.inv(E))
+            return layer.in_coordinates(E, np.asarray(np.linalg.inv(E)))
         return layer if self.V is None else conjugate(layer, self.V, t - self.start)
 
     def retract(self, x: Array) -> Array:
