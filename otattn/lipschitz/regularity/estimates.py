@@ -158,7 +158,7 @@ def estimates(
     >>> import otattn as oa
     >>> found = oa.estimates(oa.SigmoidAttention([[1.0]], [[1.0]]), radius=2.0, ascent=False)
     >>> found
-    Estimates(SigmoidAttention: 1.96403, 1, 1.36102, p=2, any measure, passes)
+    Estimates(SigmoidAttention: 1.96403, 1, 1.5625, p=2, any measure, passes)
     >>> oa.estimates(oa.SoftmaxAttention([[9.0]], [[1.0]]), radius=1.0, n=100, ascent=False).measure.value  # printed: 9
     64.2264...
 
