@@ -24,8 +24,8 @@ DIRECTIONS = 4
 """Latent directions in which points move, those that the matrices of the map single out first."""
 STARTS, STEPS, EVALUATIONS = 12, 20, 240
 """Configurations looked at, and from the best of them steps of L-BFGS and evaluations at most."""
-ROUNDS = 12
-"""Steps of the alternating iteration for orders other than 1 and 2."""
+SMALL, ROUNDS = 8, 12
+"""Outputs up to which all rows of a derivative are formed; steps of the alternating iteration otherwise."""
 DEEPEST = 60.0
 """Log-weights below the heaviest atom's at most."""
 
@@ -95,32 +95,49 @@ def measure_slope_of(attention: AttentionMap, x: Array, mu: Any, times: Array | 
         J = attention.jacobian(SpaceTimeMeasure(np.append(mu.times[live], times), points, w))
     n, d = points.shape
     e = J.shape[0] // n
-    row = np.zeros((e, n, e))
-    row[:, -1] = np.eye(e)
-    blocks = np.stack([J.rmatvec(one.ravel()).reshape(n, d)[:-1] for one in row], axis=1)
-    return weighted_norm(blocks, w[:-1], p)
+
+    def adjoint(u: Array) -> Array:
+        row = np.zeros((n, e))
+        row[-1] = u
+        return np.asarray(J.rmatvec(row.ravel()).reshape(n, d)[:-1])
+
+    def image(eps: Array) -> Array:
+        return np.asarray(J.matvec(np.vstack([eps, np.zeros(d)]).ravel()).reshape(n, e)[-1])
+
+    if e > SMALL:
+        return climbed(image, adjoint, image(np.random.default_rng(0).standard_normal((n - 1, d))), w[:-1], p)
+    return weighted_norm(np.stack([adjoint(u) for u in np.eye(e)], axis=1), w[:-1], p)
 
 
 def weighted_norm(blocks: Array, w: Array, p: float) -> float:
     """``max |sum_j J_j eps_j| / (sum_j w_j |eps_j|^p)^{1/p}`` of ``J (n, e, d)``, from below; exact for p = 1 and 2."""
     if p == 1.0:
         return float((np.linalg.norm(blocks, 2, axis=(1, 2)) / w).max())
-    whole = np.concatenate(blocks / np.sqrt(w)[:, None, None], axis=1)
+    u, s, _ = np.linalg.svd(np.concatenate(blocks / np.sqrt(w)[:, None, None], axis=1), full_matrices=False)
     if p == 2.0:
-        return float(np.linalg.norm(whole, 2))
-    u, best = np.linalg.svd(whole)[0][:, 0], 0.0
+        return float(s[0])
+    return climbed(
+        lambda eps: np.einsum("ned,nd->e", blocks, eps), lambda v: np.einsum("ned,e->nd", blocks, v), u[:, 0], w, p
+    )
+
+
+def climbed(image: Callable[[Array], Array], adjoint: Callable[[Array], Array], u: Array, w: Array, p: float) -> float:
+    """The same from products alone: the best eps for an output direction u, then u along the image of eps, and again."""
+    best = 0.0
     for _ in range(ROUNDS):
-        r = np.einsum("ned,e->nd", blocks, u)
+        r = adjoint(u)
         length = np.linalg.norm(r, axis=1)
-        top = float((length / w).max())
-        if not top > 0:
+        share = length / w
+        if not share.max() > 0:
             break
-        size = np.ones_like(w) if math.isinf(p) else (length / w / top) ** (1.0 / (p - 1.0))
-        eps = size[:, None] * r / np.maximum(length, 1e-300)[:, None]
-        image = np.einsum("ned,nd->e", blocks, eps)
+        if p == 1.0:
+            size = (share == share.max()).astype(float)
+        else:
+            size = np.ones_like(w) if math.isinf(p) else (share / share.max()) ** (1.0 / (p - 1.0))
+        v = image(size[:, None] * r / np.maximum(length, 1e-300)[:, None])
         below = float(size.max()) if math.isinf(p) else float(w @ size**p) ** (1.0 / p)
-        best = max(best, float(np.linalg.norm(image)) / below)
-        u = image / max(float(np.linalg.norm(image)), 1e-300)
+        best = max(best, float(np.linalg.norm(v)) / below)
+        u = v / max(float(np.linalg.norm(v)), 1e-300)
     return best
 
 
