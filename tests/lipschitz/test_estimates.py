@@ -30,7 +30,11 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+LATER = ("heads with linear", "sinkhorn", "exponential")
+"""Variants whose ascent takes longest."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(v, marks=pytest.mark.slow if v in LATER else ()) for v in VARIANTS])
 def test_every_variant_has_estimates_or_a_reason(name: str) -> None:
     attention, passes = VARIANTS[name]
     found = oa.estimates(attention, oa.Ball(1.2, 2), n=4)
@@ -85,7 +89,7 @@ def two_atoms(t: float) -> mp.mpf:
         return mp.sqrt(max(square(mp.mpf(k) / 500) for k in range(501)))
 
 
-@pytest.mark.parametrize("t", [0.05, 0.5, 1.0, 2.0, 5.0, 40.0])
+@pytest.mark.parametrize("t", [0.05, 0.5, 2.0, 40.0])
 def test_second_order_is_nearly_attained_by_two_atoms(t: float) -> None:
     log_value = float(fixed_query_constant(t))
     below = float(mp.log(two_atoms(t)))
