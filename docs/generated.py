@@ -44,6 +44,7 @@ PROOFS = {
     "local": "At one measure",
     "lower": "From below",
     "upper": "From above",
+    "regularity": "The three estimates of a field",
     "near": "Near given tokens",
 }
 RESULTS = ROOT / "benchmarks" / "results"

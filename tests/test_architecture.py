@@ -99,6 +99,7 @@ STORIES = {
     "lower": 3,
     "table": 4,
     "edits": 4,
+    "regularity": 4,
     "upper_bound": 4,
     "enclosure": 4,
     "comparison": 4,

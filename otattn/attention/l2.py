@@ -25,7 +25,7 @@ class L2Attention(SingleHead):
     Parameters
     ----------
     Q, K : array_like (k, d)
-        Query and key factors (no ``1/sqrt(k)``: put it into them).
+        Query and key factors as they stand in the exponent; :meth:`from_qkv` takes learned ones and a scale.
     V : array_like (e, d)
 
     Examples
@@ -47,6 +47,26 @@ class L2Attention(SingleHead):
         object.__setattr__(self, "Q", check.frozen(q))
         object.__setattr__(self, "K", check.frozen(check.matrix(K, "K", shape=q.shape)))
         object.__setattr__(self, "V", check.frozen(check.matrix(V, "V", shape=(None, q.shape[1]))))
+
+    @classmethod
+    def from_qkv(cls, Q: ArrayLike, K: ArrayLike, V: ArrayLike, *, scale: float | None = None) -> L2Attention:
+        """Attention of learned factors: ``P(x, dy)`` proportional to ``exp(-scale |Q x - K y|^2) mu(dy)``.
+
+        Parameters
+        ----------
+        Q, K : array_like (k, d)
+        V : array_like (e, d)
+        scale : float, optional
+            Positive; ``1 / sqrt(k)`` by default, as for softmax attention.
+
+        Examples
+        --------
+        >>> L2Attention.from_qkv([[2.0]], [[1.0]], [[1.0]], scale=0.25).Q
+        array([[1.]])
+        """
+        q = check.matrix(Q, "Q")
+        root = np.sqrt(1.0 / np.sqrt(len(q)) if scale is None else check.positive(scale, "scale"))
+        return cls(root * q, root * check.matrix(K, "K", shape=q.shape), V)
 
     def projections(self) -> Projections:
         """The affine maps of the head: ``-|Qx - Ky|^2 = <2Qx, Ky> - |Ky|^2`` up to a term constant in y."""

@@ -103,7 +103,8 @@ def flow(
         Start and end, start < end.
     normalization : None, "sphere" or "rescaled"
         "sphere" projects the velocity so that each token keeps its norm; "rescaled" gives ``z = e^{-tV} x`` (t from
-        the start), whose parameters stay bounded for ``||A|| e^{2 t ||V||}`` below 1e308.
+        the start; ``E(t)^{-1} x`` with ``E' = V(t) E`` for a callable), whose parameters stay bounded for ``||A|| e^{2 t
+        ||V||}`` below 1e308.
     t_eval : array_like (T,), optional
         Strictly increasing times within ``t_span`` to report; the solver's steps by default.
     method : {"DOP853", "RK45", "RK23", "Radau", "BDF"}
@@ -150,7 +151,7 @@ def flow(
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, received {method!r}.")
     measure = layer_at(attention, start).as_measure(mu)
-    velocity = Velocity(attention, measure, normalization, start)
+    velocity = Velocity(attention, measure, normalization, start, stop)
     wanted = None if t_eval is None else check_times(t_eval, start, stop)
     duration = stop - start
     guard = _Guard(velocity, measure.weights, check.count(max_evaluations, "max_evaluations"))

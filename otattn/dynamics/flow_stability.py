@@ -1,22 +1,7 @@
-r"""How far two flows drift apart, against what Gronwall's inequality allows.
-
-If the velocity ``Gamma`` satisfies ``|| Gamma_mu(X) - Gamma_nu(Y) ||_{L^p} <= L(R) || X - Y ||_{L^p}`` for every coupling of
-measures in the ball of radius R (all bounds of :func:`otattn.bounds.table` are of this kind; for n equal atoms, for every
-matching), then along the two flows
-
-    ``W_p(mu_t, nu_t) <= W_p(mu_0, nu_0) exp( int_0^t L(R(s)) ds )``,
-
-R(s) a radius of both supports. Proof: carry an optimal coupling of the initial measures along both flows; ``d/dt || X - Y
-||_{L^p} <= L(R) || X - Y ||_{L^p}``, and the carried coupling bounds ``W_p`` from above. Under a mask the coupling keeps
-times, and the distance is the conditional one.
-
-Normalised kernels average values, so ``|Gamma(x)| <= v R + b`` (``v = ||V||``, b the norm of the biases) and ``R(t) <= R_0
-e^{vt} + b (e^{vt} - 1) / v``.
-"""
+"""How far two flows drift apart, against what Gronwall's inequality allows (:mod:`otattn.dynamics.gronwall`)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +9,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from otattn import _validate as check
-from otattn._linalg import Array, spectral_norm_upper
+from otattn._linalg import Array
 from otattn._tabular import Result
-from otattn.attention import AttentionMap
 from otattn.distances.conditional import check_kind, distance_of
 from otattn.dynamics.flow import check_span, check_times, flow
 from otattn.dynamics.gaussian_flow import GaussianTrajectory, gaussian_flow
+from otattn.dynamics.gronwall import gronwall
 from otattn.dynamics.trajectory import Trajectory
 from otattn.dynamics.velocity import Field, layer_at
-from otattn.lipschitz.table import table
-from otattn.lipschitz.theorem import THEOREMS
 from otattn.measures import AnyMeasure, GaussianMeasure, SpaceTimeMeasure
 
-__all__ = ["FlowStability", "flow_radius_bound", "flow_stability"]
-
-SUBSTEPS = 8
-"""Parts of each reported interval in the upper sums of the Gronwall integral."""
-LARGEST_RADIUS = 1e120
+__all__ = ["FlowStability", "flow_stability"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +34,12 @@ class FlowStability(Result):
         Wasserstein; conditional for space-time measures, Bures-Wasserstein for Gaussians.
     p : float
     log_bounds : dict of name to ndarray (T,)
-        ``int_0^t L``, logarithms of the Gronwall bounds of the ratio. "published" and "ours" take the radius from
-        :func:`flow_radius_bound` (normalised kernels only), "ours, radius along the flow" from the flows (for other kernels the
-        larger radius of two neighbouring times, which is no proof between them). inf where the integral exceeds the
-        largest float; no entry where no theorem applies.
+        ``int_0^t L``, logarithms of the Gronwall bounds of the ratio. "published" and "ours" (the least of all theorems, the
+        published ones among them) take the radius from :func:`flow_radius_bound` (normalised kernels only), "ours, radius along
+        the flow" from the flows (for other kernels the larger radius of two neighbouring times, which is no proof between
+        them). Maps that depend on time are asked at 8 times of each interval, and the larger of two neighbouring constants is
+        taken: a bound where they are monotone in between. inf where the integral exceeds the largest float; no entry where no
+        theorem applies.
     radii : ndarray (T,) or None
         Larger of the two support radii (None for Gaussians).
     radius_bounds : ndarray (T,) or None
@@ -136,7 +117,7 @@ def flow_stability(
     Parameters
     ----------
     attention : AttentionMap or callable t -> AttentionMap
-        Bounds are given for constant maps only.
+        Parameters ``A(t), V(t)`` are those of the callable.
     mu0, nu0 : measures or array_like (n, d)
         Both discrete, both space-time measures of one time marginal, or both Gaussian (p = 2).
     t_span : (float, float)
@@ -198,110 +179,11 @@ def flow_stability(
     if not gaussian:
         radii = np.maximum(*(f.radii()[: len(times)] for f in flows))
         n = _equal_atoms(first, second)
-        if isinstance(attention, AttentionMap) and bounds:
-            found, caps = _gronwall(attention, times, radii, n, order)
+        if bounds:
+            found, caps = gronwall(attention, times, radii, n, order)
     return FlowStability(
         check.frozen(times), check.frozen(distances), order, found, radii, caps, n, flows, ended.status, attention
     )
-
-
-def flow_radius_bound(attention: AttentionMap, radius: float, t: ArrayLike) -> Array:
-    """Support radius that a flow of a normalised kernel cannot exceed, ``R_0 e^{vt} + b (e^{vt} - 1) / v``.
-
-    Parameters
-    ----------
-    attention : AttentionMap
-        Built of heads whose weights sum to at most one: softmax, L2, Sinkhorn, sigmoid or rotary attention, several such
-        heads, masked or not, residual layers of them.
-    radius : float
-        Initial support radius ``R_0``.
-    t : array_like
-        Times from the start, non-negative.
-
-    Raises
-    ------
-    ValueError
-        The kernel is not normalised: nothing bounds the radius beforehand.
-
-    Examples
-    --------
-    >>> from otattn.attention import SoftmaxAttention
-    >>> flow_radius_bound(SoftmaxAttention([[5.0]], [[-2.0]]), 1.0, [0.0, 0.5]).round(4)
-    array([1.    , 2.7183])
-    """
-    rate = _rate(attention)
-    if rate is None:
-        raise ValueError(
-            f"attention must have a normalised kernel for flow_radius_bound, received {type(attention).__name__}; unnormalised "
-            "ones may blow up (flow reports the time)."
-        )
-    v, b = rate
-    at = check.as_float_array(t, "t")
-    if at.size and at.min() < 0:
-        raise ValueError(f"t must be non-negative, received {at.min():g}; count it from the start.")
-    R = check.positive(radius, "radius", zero=True)
-    with np.errstate(over="ignore"):
-        drift = b * (np.expm1(v * at) / v if v > 0 else at) if b > 0 else np.zeros_like(at)
-        return np.asarray((R * np.exp(v * at) + drift) * (1.0 + 1e-14))
-
-
-def _rate(attention: AttentionMap) -> tuple[float, float] | None:
-    """``v`` and ``b`` with ``|Gamma(x)| <= v R + b``, or None."""
-    drift = attention.drift
-    terms = drift.map.values()
-    if terms is None or drift.skip or any(term.mass == "any" for term in terms):
-        return None
-    scale = abs(drift.scale)
-    v = sum(spectral_norm_upper(term.V) for term in terms)
-    return scale * v, scale * sum(float(np.linalg.norm(term.bias)) for term in terms if term.bias is not None)
-
-
-def _gronwall(
-    attention: AttentionMap, times: Array, radii: Array, n: int | None, p: float
-) -> tuple[dict[str, Array], Array | None]:
-    """Upper sums of ``int L(R(s)) ds``: L grows with R, and R is bounded by its value at the right end of each part."""
-    rate = _rate(attention)
-    gaps = np.diff(times)
-    parts = np.arange(1, SUBSTEPS + 1) / SUBSTEPS
-    local = gaps[:, None] * parts  # times from the left end of each interval
-    out: dict[str, Array] = {}
-    caps = None
-    if rate is not None:
-        caps = flow_radius_bound(attention, float(radii[0]), times - times[0])
-        prior = flow_radius_bound(attention, float(radii[0]), (times[:-1, None] - times[0]) + local)
-        # from each measured radius on, with the same growth
-        zero = flow_radius_bound(attention, 0.0, local)
-        one = flow_radius_bound(attention, 1.0, local) - zero
-        posterior = np.minimum((radii[:-1, None] * (1.0 + 1e-6)) * one * (1.0 + 1e-12) + zero, prior)
-    else:
-        prior = None
-        posterior = np.broadcast_to(np.maximum(radii[:-1], radii[1:])[:, None], local.shape)
-    width = np.broadcast_to(gaps[:, None] / SUBSTEPS, local.shape)
-    jobs: list[tuple[Array, tuple[str, ...]]] = [(posterior, ("ours, radius along the flow",))]
-    if prior is not None:
-        jobs.append((prior, ("ours", "published")))
-    for R, names in jobs:
-        both = [_log_constants(attention, float(r), n, p) for r in R.ravel()]
-        for k, name in enumerate(names):
-            logs = [pair[k] for pair in both]
-            if any(v is None for v in logs):
-                continue
-            with np.errstate(over="ignore"):
-                steps = np.exp(np.reshape(np.array(logs, dtype=np.float64), R.shape)) * width
-                out[name] = check.frozen(np.concatenate([[0.0], np.cumsum(steps.sum(axis=1))]) * (1.0 + 1e-12))
-    return out, caps
-
-
-def _log_constants(attention: AttentionMap, R: float, n: int | None, p: float) -> tuple[float | None, float | None]:
-    """Logarithm of the least upper bound of the Lipschitz constant on the ball, ours and published; None where there is none."""
-    if R > LARGEST_RADIUS:
-        return math.inf, math.inf
-    inner, scale, _ = attention.drift
-    bounds = [b for b in table(inner, radius=max(R, 1e-150), n=n, p=p) if b.kind == "upper"]
-    factor = math.log(abs(scale)) if scale else -math.inf
-    ours = [b.log_value for b in bounds if not THEOREMS[b.theorem].published]
-    published = [b.log_value for b in bounds if THEOREMS[b.theorem].published]
-    return min(ours) + factor if ours else None, min(published) + factor if published else None
 
 
 def _equal_atoms(mu: Any, nu: Any) -> int | None:

@@ -10,16 +10,20 @@ increment ``F(x) - x``.
 
 Rescaled tokens are moved without ever forming x. With ``E = e^{tV}`` the logits of ``x = E z`` are those of z under ``A_t =
 E^T A E``, and the values of a head become ``E^{-1} V_h E`` acting on averages of z. So ``z' = Gamma_t(z) - V z`` for an
-attention map ``Gamma_t`` of the same kind: no difference of large numbers is taken, however much x grows.
+attention map ``Gamma_t`` of the same kind: no difference of large numbers is taken, however much x grows. Where parameters
+depend on time, E solves ``E' = V(t) E``, ``E = I`` at the start, and ``z' = Gamma_t(z) - E^{-1} V(t) E z``.
 """
 
 from __future__ import annotations
 
+import bisect
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+from scipy.integrate import solve_ivp
 from scipy.linalg import expm
 
 from otattn._files.saved import Saved
@@ -31,6 +35,8 @@ __all__ = ["Field", "Normalization", "Velocity", "check_values", "layer_at", "li
 
 Field = AttentionMap | Callable[[float], AttentionMap]
 Normalization = Literal["sphere", "rescaled"] | None
+PRECISION = 1e-12
+"""Tolerance of the propagator of rescaled tokens, below that of any flow."""
 
 
 def layer_at(attention: Field, t: float) -> AttentionMap:
@@ -108,6 +114,34 @@ def conjugate(attention: AttentionMap, V: Array, t: float) -> AttentionMap:
         return attention.in_coordinates(expm(t * V), expm(-t * V))
 
 
+class Propagator:
+    """``E(t)`` with ``E' = V(t) E`` and ``E = I`` at the start, integrated to ``stop`` at once, and beyond as far as asked."""
+
+    def __init__(self, rate: Callable[[float], Array], start: float, stop: float) -> None:
+        self.stop = stop
+        self.rate, self.ends, self.pieces = rate, [start], [lambda t: np.eye(len(rate(start))).ravel()]
+
+    def __call__(self, t: float) -> Array:
+        """E at a time from the start on, ``(d, d)``."""
+        if t > self.ends[-1]:
+            end = max(t, self.stop)
+            first = self.pieces[-1](self.ends[-1])
+            d = int(np.sqrt(len(first)))
+            piece = solve_ivp(
+                lambda s, E: (self.rate(s) @ E.reshape(d, d)).ravel(),
+                (self.ends[-1], end),
+                first,
+                method="DOP853",
+                rtol=PRECISION,
+                atol=PRECISION * float(np.abs(first).max()),
+                dense_output=True,
+            )
+            self.ends.append(end)
+            self.pieces.append(piece.sol)
+        flat = np.asarray(self.pieces[bisect.bisect_left(self.ends, t)](t))
+        return flat.reshape(int(np.sqrt(len(flat))), -1)
+
+
 class Velocity(Saved):
     """The right-hand side of a flow on ``(n, d)`` tokens.
 
@@ -117,9 +151,19 @@ class Velocity(Saved):
     measure : measure
         Initial tokens, weights and (for causal maps) times.
     normalization : None, "sphere" or "rescaled"
+    start : float
+    stop : float
+        How far the flow may go.
     """
 
-    def __init__(self, attention: Field, measure: Measure, normalization: Normalization, start: float) -> None:
+    def __init__(
+        self,
+        attention: Field,
+        measure: Measure,
+        normalization: Normalization,
+        start: float,
+        stop: float = -math.inf,
+    ) -> None:
         if normalization not in (None, "sphere", "rescaled"):
             raise ValueError(f'normalization must be None, "sphere" or "rescaled", received {normalization!r}.')
         layer = layer_at(attention, start)
@@ -127,12 +171,11 @@ class Velocity(Saved):
         self.attention, self.measure, self.normalization, self.start = attention, measure, normalization, start
         self.V: Array | None = None
         self.norms: Array | None = None
+        self.propagator: Propagator | None = None
         if normalization == "rescaled":
+            self.V = value_matrix(layer)
             if not isinstance(attention, AttentionMap):
-                raise ValueError(
-                    'normalization="rescaled" must have constant parameters, received a callable; use None or "sphere".'
-                )
-            self.V = value_matrix(attention)
+                self.propagator = Propagator(lambda t: value_matrix(layer_at(attention, t)), start, stop)
         elif normalization == "sphere":
             self.norms = np.linalg.norm(measure.points, axis=1, keepdims=True)
             if not (self.norms > 0).all():
@@ -150,6 +193,9 @@ class Velocity(Saved):
     def attention_at(self, t: float) -> AttentionMap:
         """The map that acts on the state at time t (on rescaled tokens: with rescaled parameters)."""
         layer = layer_at(self.attention, t)
+        if self.propagator is not None:
+            E = self.propagator(t)
+            return layer.in_coordinates(E, np.asarray(np.linalg.inv(E)))
         return layer if self.V is None else conjugate(layer, self.V, t - self.start)
 
     def retract(self, x: Array) -> Array:
@@ -170,7 +216,10 @@ class Velocity(Saved):
             v = drift.scale * v
         if drift.skip:
             v = v - drift.skip * x
-        if self.V is not None:
+        if self.propagator is not None:
+            E = self.propagator(t)
+            v = v - x @ np.linalg.solve(E, value_matrix(layer_at(self.attention, t)) @ E).T
+        elif self.V is not None:
             v = v - x @ self.V.T
         elif self.norms is not None:
             unit = x / self.norms

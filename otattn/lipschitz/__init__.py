@@ -46,6 +46,7 @@ several heads         the best shares of a simplex                           :mo
 whole blocks          products of the parts' constants on their regions      :mod:`~otattn.lipschitz.upper.blocks`
 near given tokens     intervals of the attention weights                     :mod:`~otattn.lipschitz.upper.near_tokens`
 stacks near tokens    ``||J|| + C r + ..``, norms of partial products at X   :mod:`~otattn.lipschitz.upper.second_order`
+the three estimates   size and slopes of the field, every variant            :mod:`~otattn.lipschitz.regularity.fixed_query`
 Gaussian measures     Bures-Wasserstein, local                               :mod:`~otattn.lipschitz.local.gaussian`
 ====================  =====================================================  ==============================================
 
@@ -83,6 +84,7 @@ from otattn.lipschitz.local.gaussian import gaussian_local_constant
 from otattn.lipschitz.local.growth import Exponent, LocalGrowth, fit_exponent, local_growth
 from otattn.lipschitz.local.value import LocalLipschitz, local_lipschitz
 from otattn.lipschitz.lower.best import adversarial_tokens, lipschitz_lower_bound
+from otattn.lipschitz.regularity.estimates import Estimates, estimates
 from otattn.lipschitz.upper.second_order import certified_radius, certify
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 
@@ -93,6 +95,7 @@ __all__ = [
     "EditStability",
     "Enclosure",
     "EnclosureTable",
+    "Estimates",
     "Exponent",
     "LocalGrowth",
     "LocalLipschitz",
@@ -106,6 +109,7 @@ __all__ = [
     "edit_stability",
     "enclose_lipschitz",
     "enclosure_table",
+    "estimates",
     "fit_exponent",
     "gaussian_local_constant",
     "lipschitz_lower_bound",

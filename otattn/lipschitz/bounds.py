@@ -8,6 +8,9 @@ from otattn.lipschitz.lower.published import (
     castin2024_mean_field_lower,
     kim2021_dot_product,
 )
+from otattn.lipschitz.regularity.fields import heads_field_bound
+from otattn.lipschitz.regularity.fixed_query import fixed_query_bound
+from otattn.lipschitz.regularity.values import value_bound
 from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
 from otattn.lipschitz.upper.blocks import whole_block
 from otattn.lipschitz.upper.gates_and_heads import gated_bound, heads_bound
@@ -17,6 +20,7 @@ from otattn.lipschitz.upper.multi_head import multi_head
 from otattn.lipschitz.upper.published import (
     castin2024_discrete,
     castin2024_masked,
+    castin2024_multi_head,
     geshkovski2024_mean_field,
     kim2021_l2,
 )
@@ -40,15 +44,18 @@ __all__ = [
     "castin2024_large_radius",
     "castin2024_masked",
     "castin2024_mean_field_lower",
+    "castin2024_multi_head",
     "column_bound",
     "column_sum",
     "crossover",
     "density_bound",
     "density_constant",
     "field_bound",
+    "fixed_query_bound",
     "gated_bound",
     "geshkovski2024_mean_field",
     "heads_bound",
+    "heads_field_bound",
     "hoelder_constant",
     "kim2021_dot_product",
     "kim2021_l2",
@@ -68,5 +75,6 @@ __all__ = [
     "score_row_bound",
     "sinkhorn_bound",
     "table",
+    "value_bound",
     "whole_block",
 ]

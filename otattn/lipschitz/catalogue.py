@@ -78,7 +78,7 @@ def theorems(
     >>> import otattn as oa
     >>> catalogue = oa.theorems(oa.LinearAttention([[1.0]], [[1.0]]), radius=1.0, n=4)
     >>> [row["theorem"] for row in catalogue.rows() if row["applies"]]
-    ['pointwise_bound']
+    ['pointwise_bound', 'heads_field_bound', 'fixed_query_bound', 'value_bound']
     """
     read_all()
     records = tuple(THEOREMS.values())

@@ -37,9 +37,10 @@ too, and ``W_2`` is ``h / sqrt(n)``. Printed: at most 9.
 10.0
 
 *Holds.* ``c_2 <= min(sqrt(n) phi(t), Psi_n(t))``, with :func:`~otattn.lipschitz.constants.rows.row_norm` and
-:func:`~otattn.lipschitz.constants.rows.density_constant` (proofs there). So the law is ``R^2 sqrt(n/2)``: with two atoms at
-``+-R u``, u orthogonal to A x, and the others where the query does not look, this example in the plane has 63 and the
-bound 64.3. For p = inf, ``c <= sqrt(1 + t^2)`` knows no n.
+:func:`~otattn.lipschitz.constants.rows.density_constant`, proofs there; for every p and variant in
+:func:`~otattn.lipschitz.regularity.fixed_query.fixed_query_bound`. So the law is ``R^2 sqrt(n/2)``: with two atoms at ``+-R
+u``, u orthogonal to A x, and the others where the query does not look, this example in the plane has 63 and the bound 64.3.
+For p = inf, ``c <= sqrt(1 + t^2)`` knows no n.
 
 **3. Tied L2 attention is of degree 2 in** ``W_Q``.
 

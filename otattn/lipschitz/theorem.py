@@ -28,9 +28,20 @@ if TYPE_CHECKING:
     from otattn.lipschitz.bound import Bound
 
 Quantity = Literal[
-    "lipschitz", "field", "column_exponent", "column_sum", "self_entropy", "row", "covariance", "local", "pairs"
+    "lipschitz",
+    "value",
+    "field",
+    "measure",
+    "column_exponent",
+    "column_sum",
+    "self_entropy",
+    "row",
+    "covariance",
+    "local",
+    "pairs",
 ]
-"""What is bounded: the Lipschitz constant of F; ``sup ||V C A||``; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
+"""What is bounded: the Lipschitz constant of F; ``sup |Gamma_mu(x)|``; ``sup ||D_x Gamma_mu(x)||``; the largest constant of ``mu ->
+Gamma_mu(x)``, x kept; ``kappa``; column sums; ``sup |g|^2 lambda(C)``; the norm
 of one row; a covariance over an interval simplex; the local constant at one measure; how far the images of one measure
 and of others part."""
 Evaluation = Callable[..., Any]

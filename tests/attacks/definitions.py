@@ -174,14 +174,14 @@ def sinkhorn(L, w):
     for step in range(SCALINGS):
         f = -log_sum(L + (h + lw)[:, None, :])
         new = -log_sum(np.swapaxes(L, 1, 2) + (f + lw)[:, None, :])
-        moved = new - h
+        moved, old = new - h, h
         h = new
         if np.abs(moved.real).max() < 1e-14 * scale and np.abs(moved.imag).max() <= turning:
             return f, h
         if step % 100 == 99:  # slow: a Newton step for the fixed point of the two normalisations, constants left alone
             k = np.exp(L + f[:, :, None] + h[:, None, :])
             turn = np.swapaxes(k * w[:, :, None], 1, 2) @ (k * w[:, None, :])
-            h = h + np.linalg.solve(np.eye(L.shape[1]) - turn + w[:, None, :], moved[..., None])[..., 0]
+            h = old + np.linalg.solve(np.eye(L.shape[1]) - turn + w[:, None, :], moved[..., None])[..., 0]
     raise ArithmeticError("the alternate normalisations of this kernel are too slow for a reference")
 
 

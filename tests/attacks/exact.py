@@ -177,13 +177,13 @@ def _scalings(queries, keys, w):
         u = (K * W * v).apply(lambda a: 1 / a)
         new = (K.T * W * u).apply(lambda a: 1 / a)
         moved = mp.matrix([mp.log(a / b) for a, b in zip(new, v, strict=True)])
-        v = new
+        old, v = v, new
         if mp.norm(moved, mp.inf) < mp.mpf(10) ** (8 - DIGITS):
             return list(v)
         if step > 30:  # a Newton step for the fixed point of the two normalisations, constants left alone
             k = mp.diag(u) * K * mp.diag(v)
             dh = mp.lu_solve(mp.eye(n) - k.T * W * k * W + mp.ones(n, 1) * mp.matrix(w).T, moved)
-            v = mp.matrix([a * mp.exp(b) for a, b in zip(v, dh, strict=True)])
+            v = mp.matrix([a * mp.exp(b) for a, b in zip(old, dh, strict=True)])
     raise ArithmeticError("a kernel that is not normalised in 1,000 steps")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from blocks import BLOCKS
+from estimates import ESTIMATES
 from lower import LOWER
 from measured import MEASURED, nearly_equal
 from near import NEAR
@@ -22,7 +23,7 @@ import otattn as oa
 from otattn import lipschitz
 
 ATTACKERS: dict[str, Callable[[np.random.Generator], Outcome]] = (
-    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED | NEAR
+    UPPER | BLOCKS | QUANTITIES | SCALARS | LOWER | TRANSPORTS | MEASURED | NEAR | ESTIMATES
 )
 
 PROMISE = re.compile(
@@ -98,6 +99,7 @@ METHODS = {
     "LocalLipschitz.upper": "local_lipschitz",
     "LocalLipschitz.upper_kind": "local_lipschitz",
     "Result.rows": "sweep",
+    "Estimates.proven": "estimates",
 }
 """Which attack covers a method that promises."""
 
@@ -138,6 +140,8 @@ RUNS = {
     "relaxations.negative_identity": 3,
     "relaxations.psd_mean_field": 2,
     "enclosure_table": 1,
+    "bounds.fixed_query_bound": 5,
+    "estimates": 4,
     "flow_stability": 1,
     "flow_radius_bound": 1,
     "stability_study": 8,

@@ -197,8 +197,13 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         ),
         (
             "bounds.kim2021_l2",
-            lambda q: B.kim2021_l2(q.ours, n=q.n),
-            {"kinds": ("l2",), "masked": None, "any_measure": False},
+            lambda q: B.kim2021_l2(q.ours, n=q.n, p=q.p),
+            {"kinds": ("l2",), "masked": None, "any_measure": False, "orders": (2.0, np.inf)},
+        ),
+        (
+            "bounds.castin2024_multi_head",
+            on_ball(B.castin2024_multi_head),
+            {"kinds": SOFTMAX, "heads": True, "masked": None, "any_measure": None, **BALL},
         ),
         ("bounds.column_bound", on_domain(B.column_bound), {"kinds": SOFTMAX, "masked": None, "orders": ORDERS}),
         ("bounds.density_bound", on_domain(B.density_bound), {"kinds": SOFTMAX, "orders": (2.0, 3.0, np.inf)}),

@@ -211,3 +211,19 @@ def test_measures_are_checked() -> None:
         attention.on_tokens([1.0, 2.0])
     assert MaskedAttention(attention).causal
     assert not attention.causal
+
+
+def test_learned_factors_of_softmax_and_l2_share_one_scale() -> None:
+    """Classes take what stands in the exponent, ``from_qkv`` learned factors and ``1 / sqrt(k)`` unless a scale is given."""
+    rng = np.random.default_rng(0)
+    Q, K, V, X = rng.standard_normal((4, 5, 3))
+    for scale in (None, 0.3):
+        s = 5**-0.5 if scale is None else scale
+        softmax, l2 = (cls.from_qkv(Q, K, V, scale=scale) for cls in (SoftmaxAttention, L2Attention))
+        assert np.allclose(softmax.A, s * K.T @ Q, rtol=1e-14)
+        gaps = X @ Q.T - (X @ K.T)[:, None]
+        assert np.allclose(l2.logits(X).T, -s * (gaps**2).sum(axis=2), rtol=1e-13)
+        e = np.exp(l2.logits(X) - l2.logits(X).max(axis=1, keepdims=True))
+        assert np.allclose(l2.on_tokens(X), (e / e.sum(axis=1, keepdims=True)) @ X @ V.T, rtol=1e-12)
+    with pytest.raises(ValueError, match="scale must be"):
+        L2Attention.from_qkv(Q, K, V, scale=-1.0)

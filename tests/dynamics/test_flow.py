@@ -308,6 +308,24 @@ def test_bad_options(options, message):
         flow(SoftmaxAttention(I2, I2), cloud(3, 2), **{"t_span": (0.0, 1.0), **options})
 
 
+def test_rescaled_tokens_of_parameters_that_depend_on_time():
+    """``z = E(t)^{-1} x``, ``E' = V(t) E``; V triangular: ``e^{q}`` and ``e^{q} r``, q and r integrals of V."""
+
+    def layer(t):
+        return SoftmaxAttention((1 + t) * np.array([[1.0, 0.3], [0.0, -1.0]]), [[0.5 + t, 0.3 * t], [0.0, 0.5 + t]])
+
+    X, times = cloud(4, 2), np.array([0.5, 1.0, 1.5])
+    options = {"t_span": (0.5, 1.5), "t_eval": times, "rtol": 1e-10, "atol": 1e-12}
+    plain, rescaled = (flow(layer, X, normalization=name, **options) for name in (None, "rescaled"))
+    square = (times**2 - 0.25) / 2
+    q, r = 0.5 * (times - 0.5) + square, 0.3 * square
+    E = np.exp(q)[:, None, None] * np.array([[[1.0, s], [0.0, 1.0]] for s in r])
+    assert np.allclose(rescaled.points @ np.swapaxes(E, 1, 2), plain.points, rtol=1e-8, atol=1e-8)
+    constant = layer(0.0)
+    first, second = (flow(a, X, normalization="rescaled", **options).points for a in (constant, lambda t: constant))
+    assert np.allclose(first, second, rtol=1e-9, atol=1e-9)
+
+
 def test_bad_maps():
     X = cloud(3, 2)
     with pytest.raises(ValueError, match="space of the tokens"):
@@ -318,8 +336,8 @@ def test_bad_maps():
         flow(lambda t: t, X, t_span=(0, 1))
     with pytest.raises(ValueError, match="must not be zero on the sphere"):
         flow(SoftmaxAttention(I2, I2), [[0.0, 0.0], [1.0, 0.0]], t_span=(0, 1), normalization="sphere")
-    with pytest.raises(ValueError, match="constant parameters"):
-        flow(lambda t: SoftmaxAttention(I2, I2), X, t_span=(0, 1), normalization="rescaled")
+    with pytest.raises(ValueError, match="value matrix"):
+        flow(lambda t: LayerNorm([1.0, 1.0]), X, t_span=(0, 1), normalization="rescaled")
     with pytest.raises(ValueError, match="value matrix"):
         flow(LayerNorm([1.0, 1.0]), X, t_span=(0, 1), normalization="rescaled")
     out = flow(SoftmaxAttention(I2, I2), X, t_span=(0, 1), dense=False)

@@ -13,7 +13,7 @@ from otattn.attention import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from otattn.dynamics import flow_stability, mean_field_limit
+from otattn.dynamics import flow_radius_bound, flow_stability, mean_field_limit
 from otattn.lipschitz.local.growth import fit_exponent
 from otattn.lipschitz.upper.published import castin2024_discrete, geshkovski2024_mean_field
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
@@ -61,7 +61,7 @@ def test_bounds_hold(name, p, weighted):
     assert out.n == (None if weighted else 4)
     assert out.verify()
     assert "ours" in out.log_bounds
-    assert ("published" in out.log_bounds) == (p == 2 and name.startswith(("softmax", "residual")))
+    assert ("published" in out.log_bounds) == (p == 2 and name.startswith(("softmax", "residual", "multihead")))
     for name_, bound in out.log_bounds.items():
         assert (np.log(out.ratios) <= bound + 1e-6).all(), name_
         assert (np.diff(bound) > 0).all()
@@ -146,6 +146,60 @@ def test_verify_sees_tampering():
     assert out.verify()
     object.__setattr__(out, "distances", out.distances * (1 + 1e-6))
     assert not out.verify()
+
+
+def turning(t):
+    """Softmax attention whose parameters grow and turn with time."""
+    c, s = np.cos(t), np.sin(t)
+    return SoftmaxAttention((1 + t) * np.array([[c, -s], [s, c]]), (0.5 + t) * I2)
+
+
+@pytest.mark.parametrize(
+    "p", [1, 2, pytest.param(1.5, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), np.inf]
+)
+def test_parameters_that_depend_on_time(p):
+    """``A(t), V(t)``: bounds for every order, as for a constant map."""
+    out = flow_stability(turning, cloud(4, 1), cloud(4, 2), t_span=(0.5, 1.0), p=p, t_eval=[0.5, 0.75, 1.0])
+    assert out.verify()
+    assert set(out.log_bounds) == {"ours", "ours, radius along the flow"} | ({"published"} if p == 2 else set())
+    for bound in out.log_bounds.values():
+        assert (np.diff(bound) > 0).all()
+    assert (out.radii <= out.radius_bounds * (1 + 1e-8)).all()
+    allowed = flow_radius_bound(turning, float(out.radii[0]), out.times - 0.5, start=0.5)
+    assert np.allclose(allowed, out.radius_bounds, rtol=1e-12)
+
+
+def test_a_callable_that_is_constant_has_the_bounds_of_the_map():
+    attention = CASES["softmax-bias"]
+    pair = cloud(3, 1), cloud(3, 2)
+    first, second = (
+        flow_stability(a, *pair, t_span=(0, 0.5), t_eval=[0.0, 0.5]) for a in (attention, lambda t: attention)
+    )
+    for name, bound in first.log_bounds.items():
+        assert np.allclose(bound, second.log_bounds[name], rtol=1e-10)
+
+
+def test_the_radius_under_parameters_that_depend_on_time():
+    """``R' = v(t) R`` with ``v = 1 + t``: above ``e^{t + t^2/2}``, by less than the steps of the sum; a switch is kept."""
+    times = np.linspace(0, 1, 41)
+    bound = flow_radius_bound(lambda t: SoftmaxAttention(I2, (1 + t) * I2), 2.0, times)
+    exact = 2 * np.exp(times + times**2 / 2)
+    assert (bound >= exact * (1 - 1e-12)).all()
+    assert (bound <= exact * 1.002).all()
+    switched = flow_radius_bound(lambda t: SoftmaxAttention(I2, (t <= 0.5) * I2), 1.0, [0.5, 2.0, 0.0])
+    assert switched == pytest.approx([np.exp(0.5), np.exp(0.5 + 1.5 / 8), 1.0], rel=1e-12)
+    assert flow_radius_bound(lambda t: SoftmaxAttention(I2, I2), 1.0, 0.0) == 1.0
+    with pytest.raises(ValueError, match="normalised kernel"):
+        flow_radius_bound(lambda t: LinearAttention(I2, I2) if t > 0 else SoftmaxAttention(I2, I2), 1.0, 1.0)
+
+
+def test_ours_is_never_above_published():
+    """Tied L2 attention: the published constant knows no radius, the integral of ours is 6.8e12 without it."""
+    out = flow_stability(L2Attention(I2, I2, I2), 3 * cloud(4, 1), 3 * cloud(4, 2), t_span=(0, 3.0), t_eval=[0.0, 3.0])
+    assert out.log_bounds["published"][-1] < 25
+    for name in ("ours", "ours, radius along the flow"):
+        assert out.log_bounds[name][-1] <= out.log_bounds["published"][-1]
+    assert out.verify()
 
 
 def test_bad_pairs():

@@ -86,6 +86,25 @@ def _softmax(bound: Bound, X: np.ndarray) -> float:
     return best
 
 
+def _estimate(bound: Bound, X: np.ndarray) -> float:
+    """Size, slope in the token and slope in the measure of a map without a mask, at the first of the tokens X."""
+    attention, (n, d) = bound.attention, X.shape
+    if isinstance(attention, MaskedAttention):
+        return 0.0
+    if bound.quantity == "value":
+        return float(np.linalg.norm(attention(X[:1], X)))
+    field = attention.field_jacobian(X[:1], X)[0]
+    if bound.quantity == "field":
+        return float(np.linalg.norm(field, 2))
+    row = attention.jacobian(X).to_dense()[: len(field)].copy()
+    row[:, :d] -= field  # the query is kept
+    return float(np.linalg.norm(row, 2)) * np.sqrt(n) if bound.p == 2.0 and bound.n in (None, n) else 0.0
+
+
+def _is_softmax(attention: object) -> bool:
+    return isinstance(attention.attention if isinstance(attention, MaskedAttention) else attention, SoftmaxAttention)
+
+
 def _covariance(bound: Bound, rng: np.random.Generator) -> float:
     simplex = bound.domain
     p = simplex.lower.copy()
@@ -115,6 +134,8 @@ def attained(bound: Bound, *, trials: int = 60) -> float:
             X = tokens(bound.domain, n, dim, rng)
         if bound.quantity in ("lipschitz", "local"):
             best = max(best, derivative(bound.attention, X))
+        elif bound.quantity in ("value", "measure") or not _is_softmax(bound.attention):
+            best = max(best, _estimate(bound, X))
         else:
             best = max(best, _softmax(bound, X))
     return best

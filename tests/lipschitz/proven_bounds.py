@@ -162,6 +162,18 @@ def closed_forms() -> dict[str, Maker]:
             add(f"pointwise_bound-{name}-{place}", bounds.pointwise_bound, head, domain=domain, p=2.0)
         for n, p in ((1, 2.0), (None, 2.0), (5, 1.0), (None, 1.5), (3, 4.0), (None, math.inf)):
             add(f"sinkhorn_bound-{place}-{n}-{p}", bounds.sinkhorn_bound, SINKHORN, domain=domain, n=n, p=p)
+        for name, head in (
+            ("two", HEADS),
+            ("biased", BIASED),
+            ("l2", L2),
+            ("sinkhorn", SINKHORN),
+            *UNNORMALISED.items(),
+        ):
+            add(f"value_bound-{name}-{place}", bounds.value_bound, head, domain=domain)
+            add(f"heads_field_bound-{name}-{place}", bounds.heads_field_bound, head, domain=domain)
+            for n, p in ((None, 2.0), (4, 1.5), (4, 2.0)):
+                at = f"{name}-{place}-{n}-{p}"
+                add(f"fixed_query_bound-{at}", bounds.fixed_query_bound, head, domain=domain, n=n, p=p)
         for name, block in BLOCKS.items():
             add(f"whole_block-{name}-{place}", bounds.whole_block, block, domain=domain, n=4)
     everywhere = ScoreAttention(A[:2], A[1:], V, **QK, value_norm=RMSNorm([0.8, 1.3], eps=0.1))
@@ -172,6 +184,8 @@ def closed_forms() -> dict[str, Maker]:
         for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
             add(f"castin2024_discrete-{name}-{n}", bounds.castin2024_discrete, head, radius=0.8, n=n)
             add(f"castin2024_masked-{name}-{n}", bounds.castin2024_masked, MaskedAttention(head), radius=0.8, n=n)
+            add(f"castin2024_multi_head-{name}-{n}", bounds.castin2024_multi_head, HEADS, radius=0.8, n=n)
+            add(f"castin2024_multi_head-{name}", bounds.castin2024_multi_head, HEADS, radius=0.8, n=None)
             add(f"geshkovski2024_mean_field-{name}-{n}", bounds.geshkovski2024_mean_field, head, radius=0.8)
         for name, head in (("factored", FACTORED), ("identity", IDENTITY)):
             add(f"row_bound-{name}-ball-{n}", bounds.row_bound, head, radius=0.8, n=n)

@@ -18,7 +18,7 @@ from otattn.attention import (
     SoftmaxAttention,
 )
 from otattn.lipschitz.constants.quadratic import column_exponent, max_norm_product, max_quadratic
-from otattn.lipschitz.constants.rows import density_constant, density_constant_p
+from otattn.lipschitz.constants.rows import density_constant, density_constant_p, fixed_query_constant
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, LayerNormDomain, PointSet
 
 INF = math.inf
@@ -280,7 +280,7 @@ def test_softmax_formulas_on_the_ball():
         assert value == pytest.approx(a + math.sqrt(rows), rel=1e-10)
     for p, factor in ((1, (1 + 2 * a) * math.exp(kappa)), (3, math.exp(kappa / 3) * math.hypot(1, a))):
         assert bounds.column_bound(softmax, radius=R, p=p).value == pytest.approx(a + factor, rel=1e-10)
-    psi = density_constant(a, None)[0]
+    psi = min(density_constant(a, None)[0], math.exp(fixed_query_constant(a)))
     assert bounds.density_bound(softmax, radius=R).value == pytest.approx(a + psi, rel=1e-10)
 
 

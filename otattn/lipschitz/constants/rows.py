@@ -14,7 +14,7 @@ import numpy as np
 
 from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper
-from otattn.lipschitz.arithmetic.rounding import least, log, safe_exp, top, up
+from otattn.lipschitz.arithmetic.rounding import MARGIN, least, log, safe_exp, top, up
 
 CELLS = 1024
 
@@ -139,6 +139,37 @@ def density_excess(rest: Any, b: Any, q: Any, meet: Any) -> Any:
     """
     slope = -rest * (1.0 + b * q * (1.0 - q)) + (1.0 - rest * q) * b * (1.0 - 2.0 * q)
     return np.maximum(0.0, np.maximum(slope * np.maximum(0.5 - q, 0.0), -slope * np.maximum(q - meet, 0.0)))
+
+
+def fixed_query_constant(t: Any) -> Any:
+    r"""The logarithm of a bound of ``sup_x`` of the norm of ``K_x`` from ``L^2(mu)`` over any measure, ``t = G R``.
+
+    ``max_q (q e^{-t} + (1-q) e^t) ( e^{-t} (1 + 4 t^2 q (1-q)) + 2 sinh t q (1 + t delta)^2 )`` is its square, ``delta = 2 (1-q)``
+    where ``(1-q)^2 >= 1/2`` and ``delta^2 = 1 / (1 - (1-q)^2)`` elsewhere. Equal to the supremum for ``t >= 2`` when ``d >= 2``.
+
+    Proof. With ``s = <g, y>``, ``k = dP/dmu = e^s / Z``, ``int dmu = 1`` gives ``Z = 1 / E_P e^{-s}``, so ``|<u, K eps>|^2 <= E_P[k f]
+    int |eps|^2 dmu`` and ``E_P[k f] = E_P[e^{-s}] E_P[e^s f]``, ``f = |u + <y - m, u> g|^2``. The supremum grows with ``|g|``: a
+    shorter g is a measure on a smaller ball. Let ``|g| R = t``. Chords with ``chi = (1 + s/t)/2``, ``q = E_P chi``: ``E_P e^{-s}
+    <= q e^{-t} + (1-q) e^t`` and ``e^s <= e^{-t} + 2 sinh t chi``. First, ``E_P f <= 1 + |g|^2 tr C <= 1 + 4 t^2 q (1-q)``
+    as in :func:`density_constant`. Second, with ``P_1 = chi P / q`` of mean ``m_1``, ``m - m_1 = (1-q)(m_0 - m_1)``:
+    ``E_{P_1} |y - m|^2 <= R^2 - |m_1|^2 + (1-q)^2 (R + |m_1|)^2 <= delta^2 R^2`` (largest in ``|m_1| <= R`` at the end or at
+    ``(1-q)^2 R / (1 - (1-q)^2)``), and ``E_P[chi f] = q E_{P_1} f <= q (1 + t delta)^2`` by Minkowski. The maximum over q is
+    bounded cell by cell: q falls from the first factor, delta too.
+    """
+    if top(t) > 1e100:
+        return math.inf  # squares overflow
+    r, rest = np.exp(-2.0 * t), -np.expm1(-2.0 * t)
+
+    def cells(q0: Any, q1: Any) -> Any:
+        middle, b = np.clip(0.5, q0, q1), np.square(1.0 - q0)
+        # from .2929 on the second form; 1 - b is above .49 there
+        square = np.where(upper(q0) <= 0.2925, 4.0 * b, 1.0 / np.maximum(1.0 - b, 0.49))
+        first = np.log1p(-rest * q0)
+        near = r * (1.0 + 4.0 * np.square(t) * middle * (1.0 - middle))
+        return 0.5 * (first + np.log(near + rest * q1 * np.square(1.0 + t * np.sqrt(square))))
+
+    log_value = t + _cell_maximum(cells, other=t)
+    return log_value if is_interval(t) else log_value + 1e-15 * (1.0 + t) + MARGIN
 
 
 def density_constant_p(t: Any, n: int | None, p: float) -> tuple[Any, Any]:

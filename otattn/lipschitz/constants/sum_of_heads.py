@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import singledispatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -14,8 +14,8 @@ from otattn._linalg import EPS, Array, lambda_max_upper, mid
 from otattn.attention import AttentionMap
 from otattn.attention.head import Head, check_sizes, heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
-from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.arithmetic.rounding import log, up
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift
+from otattn.lipschitz.arithmetic.rounding import log, log_sum, top, up
 
 
 def parts_of(attention: AttentionMap, *, exact: bool = False) -> tuple[Head, ...]:
@@ -39,6 +39,52 @@ def head_bounds(
     A kind of attention registers its own. ``seen`` are the numbers of the head on the region, where they are known already.
     """
     return []
+
+
+class Combination(NamedTuple):
+    """A bound of a sum of heads: its logarithm, how it was found, the shares, and the logarithms of the heads' bounds."""
+
+    value: float
+    name: str
+    shares: Array | None
+    logs: list[float]
+
+
+def combination(
+    parts: Sequence[Head], best: Callable[[Sequence[Any]], list[float]], *, joint: bool = True
+) -> Combination:
+    """The least of the sum of the heads' bounds and, with ``joint``, of two joint bounds: from identity or own values.
+
+    ``best`` gives logarithms of bounds of every head with the values listed (None: the identity) and without its output.
+    """
+    exact = parts[0].exact
+    compact = [part.compact() for part in parts]
+    # what rounding left out of the products W V moves the image by at most its norm times a head's bound with the identity
+    identity = best([None] * len(parts))
+    rounded = [log(error) + c for (_, error), c in zip(compact, identity, strict=True)]
+    logs = best([M for M, _ in compact])
+    found = Combination(top(total([lift(x) for x in logs] if exact else logs, rounded)), "sum", None, logs)
+    if not joint or len(parts) == 1 or not math.isfinite(found.value):
+        return found
+    own = best([part.V for part in parts])
+    outer = [log(part.output_error) + c for part, c in zip(parts, own, strict=True)]
+    for name, factors, singles, lost in (
+        ("identity", [part.total for part in parts], identity, rounded),
+        ("outputs", [part.outer for part in parts], own, outer),
+    ):
+        value, s = combine_heads(factors, singles)
+        bound = top(total([value], lost))
+        if bound < found.value:
+            found = Combination(bound, name, s, singles)
+    return found
+
+
+def total(logs: Sequence[Any], lost: Sequence[float]) -> Any:
+    """Logarithm of the sum of the exponentials; an interval where one is among them."""
+    terms = [x for x in (*logs, *lost) if top(x) > -math.inf]
+    if not terms:
+        return -math.inf
+    return log_sum(*(lift(x) for x in terms)) if any(map(is_interval, terms)) else log_sum(*terms)
 
 
 def combine_heads(U: list[Any], logs: list[float], *, shares: Array | None = None) -> tuple[Any, Array]:

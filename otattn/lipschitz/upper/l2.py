@@ -32,7 +32,7 @@ from otattn.measures.domains import Domain
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class Numbers:
     """What the bounds need, each never below the exact number."""
 
     domain: Domain
@@ -46,12 +46,13 @@ class _Numbers:
     spread: Any
 
 
-def _numbers_of(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> _Numbers:
+def numbers_of(attention: AttentionMap, domain: Domain, *, exact: bool = False) -> Numbers:
     (head,) = parts_of(attention, exact=exact)
-    return _numbers(head, Region.of(domain, exact=exact))
+    return numbers(head, Region.of(domain, exact=exact))
 
 
-def _numbers(head: Head, region: Region) -> _Numbers:
+def numbers(head: Head, region: Region) -> Numbers:
+    """The numbers of one head on a region."""
     map: Any = head.map
     Q, K = head.arithmetic.matrix(map.Q), head.arithmetic.matrix(map.K)
     seen = see(head, region)
@@ -70,7 +71,7 @@ def _numbers(head: Head, region: Region) -> _Numbers:
     rho, key = q * R + size, k * R
     spread = np.where(rho >= key, 4.0 * product(rho, key), np.square(rho + key))
     kappa = least(_least_pull(split, size, k, R), spread)
-    return _Numbers(
+    return Numbers(
         region.domain, head.causal, seen.v, seen.sigma, R, up(product(R, G)), up(key * key), up(kappa), up(spread)
     )
 
@@ -87,12 +88,12 @@ def _least_pull(split: Any, size: Any, k: Any, R: Any) -> Any:
 
 @closed_form(
     "l2_row_bound",
-    _numbers_of,
+    numbers_of,
     statement="the row bound with the row constant of L2 attention",
     hypotheses="L2, masked or not; any domain; n tokens; p = 2",
     applies=every(l2(), tokens(), order_two),
 )
-def l2_row_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
+def l2_row_bound(x: Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""n tokens, p = 2: the formula of ``row_bound`` with the row constant of L2 attention.
 
     That constant is ``min( max(1, (1 + t)/sqrt2), (phi(t)^2 + h/4)^{1/2} )``.
@@ -107,20 +108,25 @@ def l2_row_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     p q (|delta| |H delta| - <delta, H delta>) <= p q ||H|| |delta|^2 / 4 <= h/4`` since ``|H delta|^2 <=
     ||H|| <delta, H delta>`` and ``sqrt(w) - w <= 1/4``.
     """
-    root = np.sqrt(like(2.0, x.t))
-    phi = up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_norm(x.t), 0.5 * np.sqrt(x.h))))
+    phi = row_constant(x)
     return log(two_largest(x.v * phi, x.sigma, n)), {"row_constant": phi, "sigma": x.sigma, "t": x.t}
+
+
+def row_constant(x: Numbers) -> Any:
+    """``min( max(1, (1 + t)/sqrt2), (phi(t)^2 + h/4)^{1/2} )``."""
+    root = np.sqrt(like(2.0, x.t))
+    return up(least(np.maximum(1.0, (1.0 + x.t) / root), np.hypot(row_norm(x.t), 0.5 * np.sqrt(x.h))))
 
 
 @closed_form(
     "l2_column_bound",
-    _numbers_of,
+    numbers_of,
     statement="sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}",
     hypotheses="L2, masked for n tokens or p = inf only; any domain, n and p",
     applies=every(l2(), unless(lambda n, p: math.isinf(p) or n is not None, l2(masked=False))),
     measures=True,
 )
-def l2_column_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
+def l2_column_bound(x: Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma + v T^{1/p} (1 + h/2 + t^2)^{1/2}`` for ``p >= 2``, for n equal atoms or any measure.
 
     T bounds the column sums: ``e^kappa``, ``kappa = max_{|z| <= R} |(Q - K) z + o|^2 + ||K||^2 (R^2 -
@@ -147,5 +153,5 @@ def l2_column_bound(x: _Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]
 
 @head_bounds.register(L2Attention)
 def _(map: L2Attention, head: Head, region: Region, counts: Sequence[int | None], p: float, seen: Any) -> list[Bound]:
-    x, whole = _numbers(head, region), MaskedAttention(map) if head.causal else map
+    x, whole = numbers(head, region), MaskedAttention(map) if head.causal else map
     return [b for n in counts for b in bounds_of(whole, x, n, p)]

@@ -27,12 +27,12 @@ from otattn.attention.base import as_attention
 from otattn.attention.head import Head, with_values
 from otattn.attention.pointwise import PointwiseAttention
 from otattn.errors import CertificateError
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift
-from otattn.lipschitz.arithmetic.rounding import log, log_sum, top
+from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.arithmetic.rounding import log
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants.regions import Region, Seen, see
-from otattn.lipschitz.constants.sum_of_heads import combine_heads, head_bounds, parts_of
+from otattn.lipschitz.constants.sum_of_heads import combination, combine_heads, head_bounds, parts_of, total
 from otattn.lipschitz.hypotheses import every, order_two, several_heads, single_heads, sum_of_heads
 from otattn.lipschitz.theorem import check_count, domain_of, prove, resolve_domain, theorem
 from otattn.lipschitz.upper import masked as masked  # whose theorems are registered when they are read
@@ -195,15 +195,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     if abs(float(s.sum()) - 1.0) > 1e-9:
         raise CertificateError(f"multiplier 's' must lie on the simplex, received a sum of {s.sum():g}.")
     joint, _ = combine_heads(problem["U"], problem["logs"], shares=s)
-    return np.exp(_total([joint], problem["lost"]))
-
-
-def _total(logs: Sequence[Any], lost: Sequence[float]) -> Any:
-    """Logarithm of the sum of the exponentials; an interval where one is among them."""
-    terms = [x for x in (*logs, *lost) if top(x) > -math.inf]
-    if not terms:
-        return -math.inf
-    return log_sum(*(lift(x) for x in terms)) if any(map(is_interval, terms)) else log_sum(*terms)
+    return np.exp(total([joint], problem["lost"]))
 
 
 def _each_is_bounded(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
@@ -224,8 +216,6 @@ def _each_is_bounded(attention: AttentionMap, domain: Any, n: int | None, p: flo
 def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float, exact: bool) -> Bound:
     parts, region = parts_of(attention, exact=exact), Region.of(domain, exact=exact)
     bases = [see(part.on_span(), region) if isinstance(part.map, SoftmaxAttention) else None for part in parts]
-    compact = [part.compact() for part in parts]
-    errors = [error for _, error in compact]
     # for n equal atoms the bounds for any measure are bounds too
     counts = [n] if n is None or n == 1 else [n, None]
 
@@ -236,23 +226,9 @@ def _multi_head(attention: AttentionMap, domain: Domain, n: int | None, p: float
             out.append(min(b.log_value for b in head_bounds(part.map, head, region, counts, p, seen)))
         return out
 
-    # what rounding left out of the products W V moves the image by at most its norm times a head's bound with the identity
-    identity = best([None] * len(parts))
-    rounded = [log(error) + c for error, c in zip(errors, identity, strict=True)]
-    logs = best([M for M, _ in compact])
-    shares, combination, value = None, "sum", top(_total([lift(x) for x in logs] if exact else logs, rounded))
-    if p >= 2.0 and len(parts) > 1 and math.isfinite(value):
-        own = best([part.V for part in parts])
-        outer = [log(part.output_error) + c for part, c in zip(parts, own, strict=True)]
-        for name, factors, singles, lost in (
-            ("identity", [part.total for part in parts], identity, rounded),
-            ("outputs", [part.outer for part in parts], own, outer),
-        ):
-            joint, s = combine_heads(factors, singles)
-            bound = top(_total([joint], lost))
-            if bound < value:
-                value, shares, combination, logs = bound, s, name, singles
-    details: dict[str, Any] = {"log_head_bounds": logs, "combination": combination}
-    if shares is not None:
-        details["shares"] = [float(s) for s in shares]
-    return outward(lift(value) if exact and value > -math.inf else value, "multi_head", domain, n, p, details)
+    found = combination(parts, best, joint=p >= 2.0)
+    details: dict[str, Any] = {"log_head_bounds": found.logs, "combination": found.name}
+    if found.shares is not None:
+        details["shares"] = [float(s) for s in found.shares]
+    value: Any = lift(found.value) if exact and found.value > -math.inf else found.value
+    return outward(value, "multi_head", domain, n, p, details)

@@ -31,14 +31,25 @@ import numpy as np
 from scipy.special import lambertw
 
 from otattn._linalg import Array, column_of, lambda_max_upper, norm_upper, spectral_norm_upper
-from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention
+from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.head import Head
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
 from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.arithmetic.rounding import LEAST, ROUNDING, log, product, top, up
+from otattn.lipschitz.arithmetic.rounding import LEAST, ROUNDING, least, log, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_domain, order_two, softmax, tokens
+from otattn.lipschitz.constants.sum_of_heads import parts_of, total
+from otattn.lipschitz.hypotheses import (
+    any_measure,
+    centred_ball,
+    every,
+    no_domain,
+    order_two,
+    several_heads,
+    single_heads,
+    softmax,
+    tokens,
+)
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
 from otattn.measures import Ball
@@ -139,6 +150,49 @@ def _absorbed(form: Head, R: float) -> tuple[Any, dict[str, Any]]:
     return product(norm, R) * (1.0 + r2), {"bias_absorbed": True}
 
 
+def _softmax_heads(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    """Softmax heads, without a mask where any measure is meant."""
+    for head, causal in single_heads(attention):
+        if not isinstance(head, SoftmaxAttention):
+            return f"every head must be SoftmaxAttention, received {type(head).__name__}"
+        if causal and n is None:
+            return "n, a number of tokens, must be given under a mask; the bound for any measure is stated without one"
+    return None
+
+
+@theorem(
+    "castin2024_multi_head",
+    statement="sum_h ||W_h|| c_h, c_h the published bound of head h",
+    hypotheses="several softmax heads, masked for n tokens only; centred ball; p = 2",
+    applies=every(several_heads, _softmax_heads, order_two, centred_ball),
+    reference="[CAP24] Theorem 3.3 and [GLPR23], head by head",
+    measures=True,
+)
+def castin2024_multi_head(attention: AttentionMap, domain: Ball, n: int | None, p: float, exact: bool) -> Bound:
+    r"""Several heads ``sum_h W_h Gamma^h``: ``sum_h ||W_h|| c_h``, c_h the published bound of head h on its own.
+
+    The smaller of :func:`castin2024_discrete` (n tokens) and :func:`geshkovski2024_mean_field` (without a mask). Ours,
+    :func:`otattn.lipschitz.upper.multi_head.multi_head`, weighs the heads jointly.
+
+    Examples
+    --------
+    >>> from otattn.attention import MultiHeadAttention, SoftmaxAttention
+    >>> heads = MultiHeadAttention([SoftmaxAttention([[1.0]], [[1.0]])] * 2, [[[1.0]], [[3.0]]])
+    >>> castin2024_multi_head(heads, radius=1.0, n=1).value   # four times 4.2426
+    16.970562...
+    """
+    logs = []
+    for head in parts_of(attention, exact=exact):
+        form, R = head.on_span(ball=True), domain.radius
+        values = [] if n is None else [log(castin_upper(form, R, n)[0])]
+        if not head.causal:  # for any measure, so for n tokens too
+            a, _ = _absorbed(form, R)
+            values.append(log(form.norm_V) + np.log1p(3.0 * a) + 2.0 * a)
+        mix: Any = 1.0 if head.output is None else spectral_norm_upper(head.output) + head.output_error
+        logs.append(log(mix) + least(*values))
+    return outward(total(logs, []), "castin2024_multi_head", domain, n, 2.0, {})
+
+
 def _l2_heads(attention: AttentionMap) -> tuple[AttentionMap, ...]:
     inner = attention.unmasked
     return inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
@@ -161,6 +215,10 @@ def _tied(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
                 "outside the row space of Q; on all of R^d the smallest such part makes the constant infinite"
             )
     return None
+
+
+def _order_of_kim(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    return None if p in (2.0, math.inf) else f"p must be 2 or inf, received {p:g}"
 
 
 def _factors(V: Array, Q: Array) -> bool:
@@ -194,15 +252,15 @@ def _rank(M: Array) -> int:
 
 @theorem(
     "kim2021_l2",
-    statement="sqrt(n) (4 tau_n + 1) (sum_h ||Q||^2 ||V Q^+||^2)^{1/2} ||W||",
-    hypotheses="L2 with K = Q and values that factor through Q; all of R^d; n tokens; p = 2",
-    applies=every(_tied, tokens(), order_two, no_domain),
+    statement="n^{1/p} (4 tau_n + 1) (sum_h ||Q||^2 ||V Q^+||^2)^{1/2} ||W||",
+    hypotheses="L2 with K = Q and values that factor through Q; all of R^d; n tokens; p = 2 or inf",
+    applies=every(_tied, tokens(), _order_of_kim, no_domain),
     reference="[KPM21] Theorem 3.2, constant re-derived",
     rigorous=False,
     everywhere=True,
 )
 def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
-    r"""Bound of tied L2 attention on all of ``R^d``: ``sqrt(n) (4 phi^{-1}(n-1) + 1) ||Q|| ||V Q^+||``.
+    r"""Bound of tied L2 attention on all of ``R^d``: ``n^{1/p} (4 phi^{-1}(n-1) + 1) ||Q|| ||V Q^+||``, p = 2 or inf.
 
     ``phi(x) = x e^{x+1}``, ``P_ij`` proportional to ``exp(-|Q x_i - Q x_j|^2)`` (keys tied to queries, ``K
     = Q``, no scale: put the paper's ``(D/H)^{-1/4}`` into Q) and values that factor through the queries,
@@ -219,8 +277,10 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
     are equal and ``tau e^{tau+1} = n - 1``: ``tau_i <= phi^{-1}(n-1)``. For ``sum_j |e_j|^2 = 1`` the three
     terms are at most 1, ``2 tr C_i <= 2 tau`` (the variance around the mean is at most that around y_i) and
     ``2 sum_j P_ij |y_j - m_i| |D_j| <= 2 (tr C_i)^{1/2} tau^{1/2} <= 2 tau``. So each row has norm at most
-    ``4 tau + 1`` and n rows ``sqrt(n)`` times that. A causal mask leaves fewer others in each row, and the
-    proof as it is.
+    ``4 tau + 1`` and n rows ``sqrt(n)`` times that. For p = inf the bound of a row, for ``max_j |e_j| = 1``, is that of the
+    map: about ``4 log n`` (the paper states it in coordinate-wise norms; here tokens move in the Euclidean one). The rows of
+    several heads add up to at most ``||[W_1, ..., W_H]|| (sum_h c_h^2)^{1/2}``. A causal mask leaves fewer others in each row,
+    and the proof as it is.
     """
     tau = up(float(lambertw((n - 1) / math.e).real))
     heads, inner = _l2_heads(attention), attention.unmasked
@@ -228,8 +288,9 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
     mix = 1.0
     if isinstance(inner, MultiHeadAttention):
         mix = math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
-    value = up(math.sqrt(n) * (4.0 * tau + 1.0) * math.sqrt(total) * mix) * (1.0 + ROUNDING)
-    return Bound(value, "upper", n=n, details={"phi_inverse": tau}, theorem="kim2021_l2")
+    rows = 1.0 if math.isinf(p) else math.sqrt(n)
+    value = up(rows * (4.0 * tau + 1.0) * math.sqrt(total) * mix) * (1.0 + ROUNDING)
+    return Bound(value, "upper", p=p, n=n, details={"phi_inverse": tau}, theorem="kim2021_l2")
 
 
 def _tied_norm(head: Any) -> float:

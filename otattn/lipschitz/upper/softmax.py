@@ -32,7 +32,13 @@ from otattn.lipschitz.arithmetic.rounding import NOTHING, ROUNDING, least, log, 
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Seen, see
-from otattn.lipschitz.constants.rows import density_constant_p, hoelder_constant, row_norm, two_largest
+from otattn.lipschitz.constants.rows import (
+    density_constant_p,
+    fixed_query_constant,
+    hoelder_constant,
+    row_norm,
+    two_largest,
+)
 from otattn.lipschitz.hypotheses import every, order_between, order_two, softmax, tokens, unless
 from otattn.lipschitz.theorem import THEOREMS, PublicTheorem, theorem
 from otattn.measures.domains import Ball, Domain
@@ -245,9 +251,12 @@ def density_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""``sigma + v Psi_p`` for ``p >= 2``: sharper than :func:`column_bound` where kappa is close to 2 t.
 
     ``Psi_p`` bounds each row from ``L^p(mu)`` through the largest density of its weights and their
-    variance, which cannot both be large: :func:`otattn.lipschitz.constants.rows.density_constant`.
+    variance, which cannot both be large: :func:`otattn.lipschitz.constants.rows.density_constant`; for p = 2 the smaller of
+    it and :func:`otattn.lipschitz.constants.rows.fixed_query_constant`, which counts the density along the row.
     """
     _, psi = density_constant_p(seen.t_ball, n, p)
+    if p == 2.0:
+        psi = least(psi, fixed_query_constant(seen.t_ball))
     value = log_sum(log(seen.sigma), log(seen.v) + psi)
     return value, {"log_density_constant": psi, "sigma": seen.sigma}
 

@@ -20,7 +20,7 @@ from otattn.lipschitz.arithmetic.intervals import like
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.quadratic import max_norm_product
-from otattn.lipschitz.constants.regions import Region, largest_norm, see
+from otattn.lipschitz.constants.regions import Region, Seen, largest_norm, see
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import unnormalised_map
 from otattn.lipschitz.theorem import theorem
@@ -65,17 +65,21 @@ def _(
 
 
 def _of_head(head: Head, region: Region, n: int | None, p: float) -> Bound:
-    domain = region.domain
-    R = largest_norm(domain, exact=region.exact)
-    # the largest |A x| is the gradient bound of a softmax head without bias
-    seen = see(head, region)
-    a = up(product(R, seen.G))
-    sigma = product(max_norm_product(head.V, head.A), R, R)
-    if isinstance(domain, Ellipsoid) and not np.any(domain.center):
-        sigma = least(sigma, seen.sigma)
+    seen, a, sigma = scalars(head, region)
     log_first, log_slope = suprema(head.map, a)
     value = log_sum(log(seen.v) + log_first, log(sigma) + log_slope)
-    return outward(value, "pointwise_bound", domain, n, p, {"sigma": sigma, "a": a})
+    return outward(value, "pointwise_bound", region.domain, n, p, {"sigma": sigma, "a": a})
+
+
+def scalars(head: Head, region: Region) -> tuple[Seen, Any, Any]:
+    """The head on the region, ``a = max |x| max |A x|``, and ``sup ||V M A||`` over second moments M."""
+    R = largest_norm(region.domain, exact=region.exact)
+    # the largest |A x| is the gradient bound of a softmax head without bias
+    seen = see(head, region)
+    sigma = product(max_norm_product(head.V, head.A), R, R)
+    if isinstance(region.domain, Ellipsoid) and not np.any(region.domain.center):
+        sigma = least(sigma, seen.sigma)
+    return seen, up(product(R, seen.G)), sigma
 
 
 def suprema(head: Any, a: Any) -> tuple[Any, Any]:
