@@ -153,11 +153,14 @@ from .measures import (
 from .models import load_model
 from .report import build_report
 from .stability import (
+    CompressionBound,
     LayerMeasurements,
     Resolution,
     StabilityRatio,
     StabilityStudy,
     Sweep,
+    compress,
+    compression_bound,
     measure_layers,
     samplers,
     stability_ratio,
@@ -178,6 +181,7 @@ __all__ = [
     "CertificateError",
     "ClusterHistory",
     "Compose",
+    "CompressionBound",
     "ConditionalTransport",
     "ConvergenceError",
     "CostTransport",
@@ -257,6 +261,8 @@ __all__ = [
     "certified_radius",
     "certify",
     "check_gradient_flow",
+    "compress",
+    "compression_bound",
     "conditional_transport",
     "conditional_wasserstein",
     "covariance_closed_form",

@@ -68,6 +68,7 @@ BUILDERS = {
     "Catalogue": lambda: oa.theorems(HEAD, radius=1.0, n=4),
     "Certificate": lambda: oa.relaxations.column_exponent(HEAD, domain=oa.Ball(1.0)),
     "ClusterHistory": lambda: oa.token_clusters(FLOW),
+    "CompressionBound": lambda: oa.compression_bound(HEAD, X, oa.compress(X, 3, attention=HEAD)),
     "ConditionalTransport": lambda: oa.conditional_transport(X, 2.0 * X),
     "CovarianceClosedForm": lambda: oa.covariance_closed_form(SYMMETRIC, oa.GaussianMeasure([0.0, 0.0], np.eye(2))),
     "Crossover": lambda: oa.bounds.crossover(HEAD, 1.0),
@@ -111,6 +112,7 @@ FURTHER = {
     "Certificate, nested": lambda: oa.relaxations.rows_and_columns(HEAD, radius=1.0, n=3),
     "Certificate, near a measure": lambda: oa.certify(HEAD, X, radius=1e-3),
     "Certificate, near": lambda: oa.relaxations.near_tokens(HEAD, X, 0.1),
+    "CompressionBound, queries": lambda: oa.compression_bound(HEAD, X, Y, p=math.inf, queries=Y, labels=[0, 1, 1, 3, 0]),
     "FlowStability, Gaussian": lambda: oa.flow_stability(HEAD, GAUSSIAN, oa.GaussianMeasure([0.0, 0.0], np.eye(2)),
                                                          t_span=(0.0, 0.5)),
     "StabilityRatio, causal": lambda: oa.stability_ratio(oa.MaskedAttention(HEAD), X, 2.0 * X),
@@ -521,6 +523,7 @@ def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch) -> None:
 
 
 TAMPERED = {
+    "CompressionBound": put("CompressionBound", "value", 1e-3),
     "Bound": put("Bound", "value", 1.0),
     "Certificate": lambda meta, arrays: of(meta, "Certificate").update(value=0.1),
     "LocalLipschitz": put("LocalLipschitz", "particle", 0.5),

@@ -2,6 +2,7 @@
 
 from otattn.stability import samplers
 from otattn.stability.certify import Resolution
+from otattn.stability.compression import CompressionBound, compress, compression_bound
 from otattn.stability.layers import LayerMeasurements, measure_layers
 from otattn.stability.ratio import StabilityRatio, stability_ratio
 from otattn.stability.result import StabilityStudy
@@ -10,6 +11,7 @@ from otattn.stability.study import stability_study
 from otattn.stability.sweep import Sweep, sweep
 
 __all__ = [
+    "CompressionBound",
     "DirectoryStore",
     "LayerMeasurements",
     "MemoryStore",
@@ -18,6 +20,8 @@ __all__ = [
     "StabilityStudy",
     "Store",
     "Sweep",
+    "compress",
+    "compression_bound",
     "measure_layers",
     "samplers",
     "stability_ratio",

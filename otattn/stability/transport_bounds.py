@@ -31,7 +31,16 @@ from otattn.distances.plan import solve
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 from otattn.stability.enclosed import TINY, UNIT, Enclosed
 
-__all__ = ["Problem", "Slice", "distance_bounds", "pair_slices", "pairs_upper", "plan_upper", "transport_lower", "transport_upper"]
+__all__ = [
+    "Problem",
+    "Slice",
+    "distance_bounds",
+    "pair_slices",
+    "pairs_upper",
+    "plan_upper",
+    "transport_lower",
+    "transport_upper",
+]
 
 Index = NDArray[np.intp]
 Measure = DiscreteMeasure | SpaceTimeMeasure

@@ -29,7 +29,9 @@ def softmax_parts(attention: AttentionMap) -> tuple[Part, ...]:
         if odd is attention:
             outputs = attention.outputs or (None,) * len(attention.heads)
             return tuple(
-                (head, W) for head, W in zip(attention.heads, outputs, strict=True) if isinstance(head, SoftmaxAttention)
+                (head, W)
+                for head, W in zip(attention.heads, outputs, strict=True)
+                if isinstance(head, SoftmaxAttention)
             )
     if odd.causal:
         advice = "give its map without the mask, the tokens that a query sees as mu, and that query as queries="

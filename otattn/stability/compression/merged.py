@@ -46,7 +46,7 @@ from otattn._linalg import EPS, Array, norm_upper, spectral_norm_upper
 from otattn.attention.memory import blocks
 from otattn.stability import functions
 from otattn.stability.atoms import stack
-from otattn.stability.compression.exponential import excess, growth, second_order
+from otattn.stability.compression.exponential import expansion
 from otattn.stability.enclosed import UNIT, Enclosed, upward
 from otattn.stability.transport_bounds import distance_bounds
 
@@ -90,9 +90,8 @@ class Cloud:
         low, high = (values.high - values.radius).min(axis=0), (values.high + values.radius).max(axis=0)
         middle = 0.5 * low + 0.5 * high
         reach = upward(np.maximum(high - middle, middle - low) + UNIT * (np.abs(low) + np.abs(high)))
-        lost = ~(np.isfinite(P.high) & (P.radius <= 0.5)).all(axis=1)
-        lost |= ~(np.isfinite(mean.high) & (mean.radius <= reach)).all(axis=1)
-        rows = lost[:, None]
+        known = np.isfinite(P.high).all(axis=1) & (P.radius <= 0.5).all(axis=1)
+        rows = np.logical_not(known & (mean.radius <= reach).all(axis=1))[:, None]
         P = Enclosed(np.where(rows, 0.5, P.high), None, np.where(rows, 0.5, P.radius))
         return P, Enclosed(np.where(rows, middle, mean.high), None, np.where(rows, reach, mean.radius))
 
@@ -113,7 +112,7 @@ class Cloud:
         norms = np.array([_weighted_norm(eta[labels == k], shares[labels == k]) for k in range(len(odds))])
         within = Enclosed(belongs * shares.high, None, belongs * shares.radius)
         radii = (_largest(lengths(y), labels), _largest(lengths(eta), labels))
-        return MergedHead(Cloud(*centroids, W), labels, y, eta, within, *radii, norms, odds)
+        return MergedHead(Cloud(centroids[0], centroids[1], W), labels, y, eta, within, *radii, norms, odds)
 
 
 def _largest(x: Array, labels: Index) -> Array:
@@ -163,14 +162,14 @@ class MergedHead:
         sigma = np.sqrt(top) * (1.0 + 4.0 * UNIT)
         u = upward(np.fmin(lengths(Q)[:, None] * self.rho, sigma * self.odds))
         d = upward(np.nan_to_num(distance_bounds(mean, self.centroids.values)[1], nan=np.inf))
-        H, beyond = excess(top, u)
-        a = upward(self.root_lambda * sigma * growth(u))
+        e = expansion(top, u)
+        a = upward(self.root_lambda * sigma * e.growth)
         weight = np.minimum(most(P), 1.0)
         lead = self._lead(P, mean, s, variance)
-        rest = upward(second_order(u) * sigma * np.minimum(self.r * sigma, self.root_lambda * u))
-        taylor = upward(lead + summed(weight, upward(beyond * d + rest)))
+        rest = upward(e.chi * sigma * np.minimum(self.r * sigma, self.root_lambda * u))
+        taylor = upward(lead + summed(weight, upward(e.beyond * d + rest)))
         hull = upward((d + self.r).max(axis=1))
-        found = np.stack([hull, _fraction(weight, H, d, self.r, a, hull), taylor])
+        found = np.stack([hull, _fraction(weight, e.excess, d, self.r, a, hull), taylor])
         return np.nan_to_num(found, nan=np.inf).min(axis=0), mean
 
     def _lead(self, P: Enclosed, mean: Enclosed, s: Enclosed, variance: Enclosed) -> Array:
