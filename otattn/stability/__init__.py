@@ -6,6 +6,7 @@ from otattn.stability.compression import CompressionBound, compress, compression
 from otattn.stability.layers import LayerMeasurements, measure_layers
 from otattn.stability.ratio import StabilityRatio, stability_ratio
 from otattn.stability.result import StabilityStudy
+from otattn.stability.sample_complexity import SampleComplexity, sample_complexity
 from otattn.stability.store import DirectoryStore, MemoryStore, Store
 from otattn.stability.study import stability_study
 from otattn.stability.sweep import Sweep, sweep
@@ -16,6 +17,7 @@ __all__ = [
     "LayerMeasurements",
     "MemoryStore",
     "Resolution",
+    "SampleComplexity",
     "StabilityRatio",
     "StabilityStudy",
     "Store",
@@ -23,6 +25,7 @@ __all__ = [
     "compress",
     "compression_bound",
     "measure_layers",
+    "sample_complexity",
     "samplers",
     "stability_ratio",
     "stability_study",

@@ -166,6 +166,8 @@ def compression_bound(
         The map is another one; the message says what to do.
     ValueError
         The measures do not live in the head's space; labels that are no atoms of ``nu``.
+    ConvergenceError
+        A transport problem could not be solved: weights or distances over too many orders of magnitude.
 
     Examples
     --------
