@@ -184,11 +184,12 @@ def sample_complexity(
     --------
     >>> from otattn.attention import SoftmaxAttention
     >>> head = SoftmaxAttention([[1.0]], [[1.0]])
-    >>> found = sample_complexity(head, GaussianMeasure([0.0], [[1.0]]), [64, 256, 1024], radius=[1.0, 8.0], rng=0)
+    >>> law = GaussianMeasure([0.0], [[1.0]])
+    >>> found = sample_complexity(head, law, [64, 512], radius=[0.5, 8.0], samples=24, rng=0)
     >>> [round(found.fit(i).exponent, 1) for i in range(2)]
     [-0.5, -0.1]
     >>> found.regimes[1]
-    ['hardmax', 'hardmax', 'hardmax']
+    ['hardmax', 'hardmax']
 
     References
     ----------
