@@ -68,6 +68,7 @@ BUILDERS = {
     "Catalogue": lambda: oa.theorems(HEAD, radius=1.0, n=4),
     "Certificate": lambda: oa.relaxations.column_exponent(HEAD, domain=oa.Ball(1.0)),
     "ClusterHistory": lambda: oa.token_clusters(FLOW),
+    "CompressionBound": lambda: oa.compression_bound(HEAD, X, oa.compress(X, 3, attention=HEAD)),
     "ConditionalTransport": lambda: oa.conditional_transport(X, 2.0 * X),
     "CovarianceClosedForm": lambda: oa.covariance_closed_form(SYMMETRIC, oa.GaussianMeasure([0.0, 0.0], np.eye(2))),
     "Crossover": lambda: oa.bounds.crossover(HEAD, 1.0),
@@ -96,6 +97,7 @@ BUILDERS = {
     "Plateau": lambda: oa.token_clusters(FLOW).plateaus()[0],
     "RankHistogram": lambda: oa.limit_rank_histogram(dim=2, draws=3, rng=0),
     "RealAgainstAdversarial": lambda: oa.real_against_adversarial([HEAD], WINDOWS, n_values=(3, 4)),
+    "SampleComplexity": lambda: oa.sample_complexity(HEAD, GAUSSIAN, [4, 8], radius=[1.0, 2.0], samples=2, rng=0),
     "StabilityRatio": lambda: oa.stability_ratio(HEAD, X, 2.0 * X),
     "StabilityStudy": lambda: oa.stability_study(HEAD, PAIRS, n_pairs=25, rng=0, progress=False),
     "StructureTable": lambda: oa.structure_table(dim=2, n=4, rng=0),
@@ -113,8 +115,10 @@ FURTHER = {
     "Certificate, near a measure": lambda: oa.certify(HEAD, X, radius=1e-3),
     "Certificate, near": lambda: oa.relaxations.near_tokens(HEAD, X, 0.1),
     "Estimates, unknown": lambda: oa.estimates(oa.RotaryAttention(np.eye(2), np.eye(2), np.eye(2)), oa.PointSet(X)),
+    "CompressionBound, queries": lambda: oa.compression_bound(HEAD, X, Y, p=math.inf, queries=Y, labels=[0, 1, 1, 3, 0]),
     "FlowStability, Gaussian": lambda: oa.flow_stability(HEAD, GAUSSIAN, oa.GaussianMeasure([0.0, 0.0], np.eye(2)),
                                                          t_span=(0.0, 0.5)),
+    "SampleComplexity, text": lambda: oa.sample_complexity(HEAD, oa.DiscreteMeasure(X), [4, 8], radius=1.0, samples=1, rng=0),
     "StabilityRatio, causal": lambda: oa.stability_ratio(oa.MaskedAttention(HEAD), X, 2.0 * X),
     "StabilityRatio, Gaussian": lambda: oa.stability_ratio(HEAD, GAUSSIAN, oa.GaussianMeasure([0.0, 0.0], np.eye(2))),
     "Trajectory, causal": lambda: oa.flow(oa.MaskedAttention(HEAD), X, t_span=(0.0, 1.0), method="BDF"),
@@ -523,6 +527,7 @@ def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch) -> None:
 
 
 TAMPERED = {
+    "CompressionBound": put("CompressionBound", "value", 1e-3),
     "Bound": put("Bound", "value", 1.0),
     "Certificate": lambda meta, arrays: of(meta, "Certificate").update(value=0.1),
     "LocalLipschitz": put("LocalLipschitz", "particle", 0.5),

@@ -37,7 +37,7 @@ from otattn.attention import (
 )
 from otattn.measures import GaussianMeasure
 
-__all__ = ["GaussianField", "L2Field", "SoftmaxField", "field_of", "gaussian_field"]
+__all__ = ["GaussianField", "L2Field", "SoftmaxField", "SumField", "field_of", "gaussian_field"]
 
 Index = NDArray[np.intp]
 Rates = tuple[Array, Array]
@@ -172,6 +172,9 @@ class SumField(GaussianField):
     @property
     def autonomous_covariance(self) -> bool:
         return all(p.autonomous_covariance for p in self.parts)
+
+    def take(self, index: Index) -> GaussianField:
+        return replace(self, parts=[part.take(index) for part in self.parts])
 
     def products(self, centred: bool) -> list[tuple[Array, Array]] | None:
         out: list[tuple[Array, Array]] = []

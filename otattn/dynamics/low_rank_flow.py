@@ -15,13 +15,13 @@ before the trend of Y can be seen; Y follows its own equation with all digits. F
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import Array
-from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField
+from otattn.dynamics.gaussian_fields import GaussianField, L2Field, SoftmaxField, SumField
 
 __all__ = ["Logits", "LowRankFlow", "low_rank_flow", "ranks_by_algebra", "signed_factors"]
 
@@ -143,7 +143,7 @@ def low_rank_flow(gaussians: GaussianField, L: Array) -> LowRankFlow | None:
 
 
 MARGIN = 1e-10
-"""Least real part of an eigenvalue of V, relative to ``|V|``, that counts as positive."""
+"""Least real part of an eigenvalue of V (of V + V^T beside other heads), relative to ``|V|``, that counts as positive."""
 
 
 def ranks_by_algebra(gaussians: GaussianField, L: Array) -> list[int | None]:
@@ -152,35 +152,70 @@ def ranks_by_algebra(gaussians: GaussianField, L: Array) -> list[int | None]:
     Theorem. Let ``A = -Q^T Q`` with Q of shape (r, d) and rank r, let all eigenvalues of V have positive real part (V = F^T F
     invertible, for instance), and let ``Sigma_0`` be invertible. Then the flow ``Sigma' = V Sigma A Sigma + Sigma A Sigma V^T``
     exists for ever, stays bounded, ``Q Sigma -> 0``, and every limit point of Sigma has rank exactly ``d - r``, that is
-    ``ceil(d/2)`` for ``r = floor(d/2)``. Changing the signs of both A and V changes nothing.
+    ``ceil(d/2)`` for ``r = floor(d/2)``. Changing the signs of both A and V changes nothing. L2 attention with K = -Q has
+    limits of the same rank; and several such heads, with ``V_h + V_h^T > 0``, have rank ``d - r`` for r the rank of all
+    their Q on top of each other.
 
     Proof. *Bounded.* Lyapunov's equation ``P V + V^T P = I`` has a solution P > 0. For ``E = tr(P Sigma)`` and ``X = Sigma Q^T
     Q Sigma``, ``E' = 2 tr(P V Sigma A Sigma) = -2 tr(P V X) = -tr((P V + V^T P) X) = -|Q Sigma|^2 <= 0``; so Sigma is
     bounded by ``E(0) / lambda_min(P)``, and the integral of ``|Q Sigma|^2`` is finite. ``Sigma'`` is bounded, so ``Q Sigma``
     tends to 0. (Of a finite limit only its stationary equation is needed: the trace of P times it says ``|Q Sigma|^2 = 0``.)
 
-    *At most d - r*: a limit point has its range in the kernel of Q.
+    *L2.* ``G Sigma = -2 V X`` with ``X = Sigma Q^T (I + 2 Q Sigma Q^T)^{-1} Q Sigma``, again symmetric and positive
+    semi-definite, and at least ``Sigma Q^T Q Sigma`` times a constant as long as Sigma is bounded. *Several heads*: with
+    P = I, ``E' = -sum_h tr((V_h + V_h^T) X_h)``, so each ``Q_h Sigma`` tends to 0.
 
-    *At least d - r*: for a factor, ``L' = V Sigma A L``, and for k in the kernel of ``Q L_0`` (of dimension d - r) ``Q L k``
+    *At most d - r*: a limit point has its range in the kernel of Q (of all of them).
+
+    *At least d - r*: for a factor, ``L' = (...) Q L``, and for k in the kernel of ``Q L_0`` (of dimension d - r) ``Q L k``
     solves a linear equation from 0, so it is 0 and ``L k = L_0 k``. So ``Sigma >= L_0 P_k L_0^T`` for ever, with ``P_k`` the
     projection on that kernel, which has rank d - r. QED
 
     Ranks and signs of A, V and L are numerical ones.
     """
-    if not isinstance(gaussians, SoftmaxField):
-        return [None] * len(L)
-    d = L.shape[1]
-    A, V = np.broadcast_to(gaussians.A, L.shape), np.broadcast_to(gaussians.V, L.shape)
+    heads = _heads(gaussians)
     out: list[int | None] = []
     for b in range(len(L)):
-        logits = signed_factors(A[b : b + 1])
         spread = np.linalg.svd(L[b], compute_uv=False)
-        if logits is None or logits.signs is None or not spread[-1] > 1e-12 * spread[0]:
+        rows = [_descending(head, b, len(heads) == 1) for head in heads]
+        known = [Q for Q in rows if Q is not None]
+        if not rows or len(known) < len(rows) or not spread[-1] > 1e-12 * spread[0]:
             out.append(None)
-            continue
-        signs = logits.signs[0][logits.signs[0] != 0.0]
-        floor = MARGIN * float(np.linalg.norm(V[b], 2))
-        same = signs.size > 0 and bool((signs == signs[0]).all())
-        fits = same and float((-signs[0] * np.linalg.eigvals(V[b]).real).min()) > floor
-        out.append(d - signs.size if fits else None)
+        else:
+            stacked = np.concatenate([Q / np.linalg.norm(Q) for Q in known])
+            out.append(L.shape[1] - int(np.linalg.matrix_rank(stacked)))
     return out
+
+
+def _heads(gaussians: GaussianField) -> list[SoftmaxField | L2Field]:
+    """The heads of softmax and L2 attention that a field is the sum of, none where there are others."""
+    if isinstance(gaussians, (SoftmaxField, L2Field)):
+        return [gaussians]
+    if not isinstance(gaussians, SumField):
+        return []
+    heads = [part for part in gaussians.parts if isinstance(part, (SoftmaxField, L2Field))]
+    if len(heads) < len(gaussians.parts):
+        return []
+    outputs = gaussians.outputs
+    return heads if outputs is None else [replace(h, V=W @ h.V) for h, W in zip(heads, outputs, strict=True)]
+
+
+def _descending(head: SoftmaxField | L2Field, b: int, alone: bool) -> Array | None:
+    """Q of member b where the theorem's hypotheses hold for the head, by itself or beside others."""
+
+    def member(part: Array) -> Array:
+        return part if part.ndim == 2 else part[b]
+
+    if isinstance(head, L2Field):
+        Q, K = member(head.Q), member(head.K)
+        sign = 1.0 if (K == -Q).all() else -1.0 if (K == Q).all() else 0.0
+    else:
+        logits = signed_factors(member(head.A)[None])
+        if logits is None or logits.signs is None:
+            return None
+        signs = logits.signs[0][logits.signs[0] != 0.0]
+        Q = logits.Q[0][: len(signs)]
+        sign = -signs[0] if signs.size and (signs == signs[0]).all() else 0.0
+    V = sign * member(head.V)
+    least = float(np.linalg.eigvals(V).real.min() if alone else np.linalg.eigvalsh(V + V.T)[0])
+    return Q if Q.any() and least > MARGIN * float(np.linalg.norm(V, 2)) else None

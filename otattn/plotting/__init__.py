@@ -25,7 +25,7 @@ from otattn.plotting.gradient_flows import (
     plot_energy_dissipation,
     plot_structure_table,
 )
-from otattn.plotting.growth import plot_crossover, plot_local_growth
+from otattn.plotting.growth import plot_crossover, plot_local_growth, plot_sample_complexity
 from otattn.plotting.stability import plot_stability
 from otattn.plotting.style import COLORS, metric, save
 
@@ -51,6 +51,7 @@ __all__ = [
     "plot_mean_field_limit",
     "plot_rank_histogram",
     "plot_real_against_adversarial",
+    "plot_sample_complexity",
     "plot_shape_disc",
     "plot_sphere_flow",
     "plot_stability",

@@ -1,4 +1,4 @@
-"""Local constants against the number of tokens."""
+"""Local constants and errors of sampling against the number of tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from otattn.lipschitz.local.growth import LocalGrowth
 from otattn.plotting.style import COLORS, axes, expect, finished, metric, power
+from otattn.stability.sample_complexity import SampleComplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_crossover", "plot_local_growth"]
+__all__ = ["plot_crossover", "plot_local_growth", "plot_sample_complexity"]
 
 
 def plot_local_growth(
@@ -86,3 +87,30 @@ def plot_crossover(
     return finished(
         ax, xlabel=r"$\log_{10}$ of the number of tokens n", ylabel=rf"$\log_{{10}}$ of the {metric(2)} Lipschitz bound"
     )
+
+
+def plot_sample_complexity(result: SampleComplexity, *, ax: Axes | None = None) -> Axes:
+    """The largest error on each ball with its range over the samples and its fitted power, ``C / sqrt(n)`` dashed; log-log.
+
+    Parameters
+    ----------
+    result : SampleComplexity
+    ax : matplotlib Axes, optional
+    """
+    expect(result, SampleComplexity, "result")
+    ax = axes(ax)
+    n, palette = result.sizes, ("blue", "orange", "green", "purple", "red")
+    top = 3.0 * float(result.errors.max())
+    for i, radius in enumerate(result.radii):
+        color, found, fit = COLORS[palette[i % len(palette)]], result.errors[i], result.fit(i)
+        label = f"R = {radius:g}: {power(fit.exponent, fit.standard_error)}"
+        ax.plot(n, np.exp(np.log(found).mean(axis=1)), color=color, marker="o", ms=4, lw=2, label=label)
+        ax.fill_between(n, found.min(axis=1), found.max(axis=1), color=color, alpha=0.15, lw=0)
+        if result.constants is not None and result.constants[i] / np.sqrt(n[-1]) < top:
+            expected = f"$C / \\sqrt{{n}}$ at R = {radius:g}"
+            ax.plot(n, result.constants[i] / np.sqrt(n), color=color, ls="--", lw=1, label=expected)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(n, [f"{int(v)}" for v in n])
+    label = r"$\sup_{|x| \leq R} |\Gamma_{\mu_n}(x) - \Gamma_\mu(x)|$"
+    return finished(ax, xlabel="number of tokens n", ylabel=label)

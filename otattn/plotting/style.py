@@ -64,6 +64,7 @@ DRAWN_BY = {
     "GaussianTrajectory": "plot_covariance_ellipses, plot_covariance_cone and plot_shape_disc",
     "LimitPolytope": "plot_limit_polytope",
     "LocalGrowth": "plot_local_growth",
+    "SampleComplexity": "plot_sample_complexity",
     "MeanFieldLimit": "plot_mean_field_limit",
     "RankHistogram": "plot_rank_histogram",
     "RealAgainstAdversarial": "plot_real_against_adversarial",

@@ -31,7 +31,16 @@ from otattn.distances.plan import solve
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 from otattn.stability.enclosed import TINY, UNIT, Enclosed
 
-__all__ = ["Problem", "Slice", "distance_bounds", "pair_slices", "transport_lower", "transport_upper"]
+__all__ = [
+    "Problem",
+    "Slice",
+    "distance_bounds",
+    "pair_slices",
+    "pairs_upper",
+    "plan_upper",
+    "transport_lower",
+    "transport_upper",
+]
 
 Index = NDArray[np.intp]
 Measure = DiscreteMeasure | SpaceTimeMeasure
@@ -144,7 +153,11 @@ def transport_lower(x: Enclosed, y: Enclosed, problem: Problem, size: float) -> 
 
 def transport_upper(x: Enclosed, y: Enclosed, problem: Problem, size: float) -> float:
     """An upper bound of ``W_p``, as in `transport_lower`."""
-    high = distance_bounds(x, y)[1]
+    return plan_upper(distance_bounds(x, y)[1], problem, size)
+
+
+def plan_upper(high: Array, problem: Problem, size: float) -> float:
+    """An upper bound of ``W_p`` where the distances of atoms are at most ``high (n, m)``, as in `transport_lower`."""
     ends = [_upper(high[np.ix_(part.rows, part.cols)], problem, part, size) for part in problem.slices]
     return _combined(ends, [max(part.masses) for part in problem.slices], problem.p, 1.0)
 
@@ -154,6 +167,15 @@ def _combined(ends: list[float], masses: list[Fraction], p: float, outward: floa
         return max(ends)
     shares = np.array([float(m) for m in masses]) * (1.0 + outward * 2.0 * UNIT)
     return _mean(shares, np.array(ends), p, outward)
+
+
+def pairs_upper(weights: Array, distances: Array, p: float) -> float:
+    """An upper bound of ``W_p`` of two measures of the same weights whose atoms are so far apart, one by one, at most."""
+    if np.isinf(p):
+        return float(distances.max())
+    exact = exact_masses(weights, weights)[0]
+    shares = np.array([m / sum(exact) for m in exact]) * (1.0 + 2.0 * UNIT)
+    return _mean(shares, distances, p, 1.0)
 
 
 def _mean(mass: Array, values: Array, p: float, outward: float) -> float:

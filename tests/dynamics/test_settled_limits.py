@@ -6,7 +6,7 @@ from scipy.integrate import solve_ivp
 
 from otattn.attention import L2Attention, SinkhornAttention, SoftmaxAttention
 from otattn.dynamics import gaussian_limit, limit_rank_histogram
-from otattn.dynamics.gaussian_fields import L2Field, SoftmaxField
+from otattn.dynamics.gaussian_fields import L2Field, SoftmaxField, SumField
 from otattn.dynamics.gaussian_settling import follow, rosenbrock_step
 from otattn.dynamics.low_rank_flow import low_rank_flow, ranks_by_algebra
 from otattn.measures import GaussianMeasure
@@ -67,6 +67,36 @@ def test_published_law(d, draws):
             assert (w > 1e-9 * w[-1]).sum() == (d + 1) // 2
 
 
+@pytest.mark.parametrize("d", [3, 4])
+def test_published_law_by_its_name(d):
+    study = limit_rank_histogram(dim=d, draws=3, law="published", rng=d)
+    long = limit_rank_histogram(dim=d, draws=3, value="gram", semidefinite=True, rng=d)
+    assert [l.time for l in study.limits] == [l.time for l in long.limits]
+    for found in (study, limit_rank_histogram("l2", dim=d, draws=3, law="published", rng=d)):
+        assert found.proved == (d + 1) // 2
+        assert (found.ranks == found.proved).all()
+        assert (found.bounds == found.proved).all()
+    assert limit_rank_histogram(dim=d, draws=2, symmetric=True, rng=d).proved is None
+    for more in ({"value": "gram"}, {"semidefinite": True}, {"symmetric": True}):
+        with pytest.raises(ValueError, match='law must be "published", which says what value'):
+            limit_rank_histogram(dim=d, law="published", rng=0, **more)
+    with pytest.raises(ValueError, match="law must be"):
+        limit_rank_histogram(dim=d, law="gram", rng=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["softmax", "l2"])
+def test_published_law_with_two_heads(variant):
+    """Ranks ``d - 2 r``; where a flow was followed to its end, it agrees."""
+    study = limit_rank_histogram(variant, dim=3, draws=2, law="published", heads=2, rng=1)
+    assert (study.heads, study.proved) == (2, 1)
+    assert (study.ranks == 1).all()
+    assert all(limit.status in ("followed", "rank_only") for limit in study.limits)
+    for limit in study.limits:
+        assert limit.eigenvalues[1] < 1e-2 * limit.eigenvalues[2]
+    assert "2 heads" in repr(study)
+
+
 @pytest.mark.parametrize("end", [1e3, pytest.param(1e5, marks=pytest.mark.slow)])
 def test_rank_three_with_indefinite_logits(end):
     """d = 4, indefinite A of rank 2, random V: settled limits of any rank are those of an implicit integration."""
@@ -99,7 +129,21 @@ def test_theorem_needs_its_hypotheses():
     assert ranks_by_algebra(SoftmaxField(A, np.diag([1.0, 1.0, 1.0, -1.0])), L[None]) == [None]
     assert ranks_by_algebra(SoftmaxField(A, turned), np.diag([1.0, 1.0, 1.0, 0.0])[None]) == [None]
     assert ranks_by_algebra(SoftmaxField(np.diag([1.0, -1.0, 0.0, 0.0]), turned), L[None]) == [None]
-    assert ranks_by_algebra(L2Field(np.eye(4), -np.eye(4), turned), L[None]) == [None]
+    lines = np.eye(2, 4)
+    assert ranks_by_algebra(L2Field(lines, -lines, turned), L[None]) == [2]
+    assert ranks_by_algebra(L2Field(lines, lines, -turned), L[None]) == [2]
+    assert ranks_by_algebra(L2Field(lines, lines, turned), L[None]) == [None]
+    assert ranks_by_algebra(L2Field(lines, -lines[::-1], turned), L[None]) == [None]
+    limit = gaussian_limit(L2Attention(lines, -lines, turned), centred(np.eye(4)))
+    assert (limit.kind, limit.rank) == ("finite", 2)
+    # several heads: the rank of all Q together, and V + V^T must be positive
+    other = L2Field(np.eye(1, 4, 2), -np.eye(1, 4, 2), np.eye(4))
+    assert ranks_by_algebra(SumField([SoftmaxField(A, np.eye(4)), other], None, None), L[None]) == [1]
+    assert ranks_by_algebra(SumField([SoftmaxField(A, np.eye(4))] * 2, None, None), L[None]) == [2]
+    assert ranks_by_algebra(SumField([SoftmaxField(A, turned), other], None, None), L[None]) == [None]
+    assert ranks_by_algebra(SumField([SoftmaxField(A, np.eye(4)), other], [np.eye(4), -np.eye(4)], None), L[None]) == [
+        None
+    ]
     out = gaussian_limit(SoftmaxAttention(A, turned), centred(np.eye(4)))
     assert (out.rank, out.status) == (2, "followed")
 
