@@ -4,7 +4,7 @@ Unit ball, ``||A|| <= 1``, ``||V|| <= 1``. Let M be symmetric PSD, ``|A x| >= ga
 eigenvalue of M is then not free: what is left of it orthogonal to ``A x`` is bounded below ``||M||``.
 
 **Lemma.** Let W be symmetric, invertible, with at most one positive eigenvalue, and ``eta = ||M - y - W^{-1}||``. If for some ``t >
-0``
+0`` and ``gamma_0 > 0``
 
 .. math:: \lambda_{\max}\bigl(A^T (I - t W) A\bigr) < \gamma_0^2 ,
 
@@ -122,13 +122,13 @@ class Frontier:
         eta = 2.0 * (top(spectral_norm_upper(M)) + y) * miss
         near = self.A.T @ ((np.eye(d) - t * W) @ self.A)
         rounded = 0.0 if isinstance(M, BallMatrix) else 64.0 * d * EPS * (1.0 + t * size)
-        return max(0.0, top(lambda_max_upper(0.5 * (near + near.T))) + rounded), (y + eta) * (1.0 + 4.0 * EPS)
+        return top(lambda_max_upper(0.5 * (near + near.T))) + rounded, (y + eta) * (1.0 + 4.0 * EPS)
 
     def at(self, gamma: Array) -> Array:
         """Bounds of the forms ``(forms, cells)`` where ``|A x| >= gamma``."""
         square, height = self.proved
-        open_ = square[:, :, None] * (1.0 + 4.0 * EPS) < gamma**2
-        return np.minimum(self.norms[:, None], np.where(open_, height[:, :, None], np.inf).min(axis=1))
+        proved = (square[:, :, None] * (1.0 + 4.0 * EPS) < gamma**2) & (gamma > 0.0)
+        return np.minimum(self.norms[:, None], np.where(proved, height[:, :, None], np.inf).min(axis=1))
 
 
 def _inverse(M: Array, y: float) -> Array:

@@ -1,23 +1,23 @@
 r"""The discrete constant for any A and V: whole rows on two tokens, and what A and V leave orthogonal to the gradient.
 
-Unit ball, no bias, no mask, ``n >= 3`` tokens, ``a = ||A|| R^2``, ``v = ||V||``. A displacement eps has norms ``e_i = |eps_i|``, ``sum
-e_i^2 = 1``, sorted ``e_1 >= e_2 >= e_3 >= ...``; ``R_i`` is the norm of row i of ``D f eps``. By
+Unit ball, no bias, no mask, ``n >= 3`` tokens, ``a = ||A|| R^2``, ``v = ||V||``. A displacement eps has norms ``e_i = |eps_i|``,
+``sum e_i^2 = 1``, sorted ``e_1 >= e_2 >= e_3 >= ...``; ``R_i`` is the norm of row i of ``D f eps``. By
 :mod:`otattn.lipschitz.forms.vertex_rows` ``R_i <= v G(e_i, s_i)``, ``s_i^2`` the two largest squares of the other norms, with G
-increasing in both and homogeneous of degree 1. In the worst configurations of the general bound
-(:mod:`otattn.lipschitz.upper.rows_and_columns`) the two tokens that move most see each other and stretch their own displacement
-too: here a row that does both pays for it, and V counts with what it does orthogonally to the gradient, not with its norm.
+increasing in both and homogeneous of degree 1. In the worst case of the general bound
+(:mod:`otattn.lipschitz.upper.rows_and_columns`) the rows of the two tokens that move most see each other and stretch their own
+displacement too: here a row that does both pays for it, and V counts with what it does orthogonally to the gradient.
 
-**Total.** ``s_1^2 = e_2^2 + e_3^2``, ``s_2^2 = e_1^2 + e_3^2``, and ``s_i^2 = e_1^2 + e_2^2 =: r^2`` for the others, whose norms are at
-most ``e_3`` and whose squares sum to ``1 - r^2``. For every ``mu >= 0``
+**Total.** ``s_1^2 = e_2^2 + e_3^2``, ``s_2^2 = e_1^2 + e_3^2``, and ``s_i^2 = e_1^2 + e_2^2 =: r^2`` for the others, whose norms are
+at most ``e_3`` and whose squares sum to ``1 - r^2``. For every ``mu >= 0``
 
 .. math:: \frac{\|Df\,\epsilon\|^2}{v^2} \le G(e_1, s_1)^2 + G(e_2, s_2)^2
-          + (n-2)\max_{0\le e\le e_3} \{G(e, r)^2 - \mu r^2 e^2/r^2\} + \mu (1 - r^2) .
+          + (n-2)\max_{0\le e\le e_3} \{G(e, r)^2 - \mu e^2\} + \mu (1 - r^2) .
 
-**Evaluation.** G is a table over cells of directions: ``G(e, s) <= max(e/e_c, s/s_c) G_c``, ``(e_c, s_c)`` the corner of the cell, the
-largest e and s on its unit arc. With s fixed, e on a cell runs from ``s tan(theta_0)`` to ``s tan(theta_1)``, where ``G <= s G_c /
-cos(theta_1)``: the maximum in the braces is at most ``r^2`` times ``max_c {G_c^2/cos^2(theta_1) - mu tan^2(theta_0)}`` over the cells
-up to that of ``e_3/r``. The maximum over ``e_1 = r cos(theta)``, ``e_2 = r sin(theta)``, ``e_3`` is a branch and bound: every term is
-monotone.
+**Evaluation.** G is a table over cells of directions ``e/s``: ``G(e, s) <= max(e/e_c, s/s_c) G_c`` with ``(e_c, s_c)`` the corner
+of any cell, in the cell of ``(e, s)`` little more than G. With s fixed, e on a cell runs from ``s tan(theta_0)`` to ``s
+tan(theta_1)``: the braces are at most ``r^2`` times the largest ``G_c^2 max(tan(theta_1)/e_c, 1/s_c)^2 - mu tan^2(theta_0)`` of
+the cells up to that of ``e_3/r``. The maximum over ``e_1 = r cos(theta)``, ``e_2 = r sin(theta)``, ``e_3`` is a branch and bound:
+every term is monotone.
 
 When A is known to within delta (rounding), the constant moves by at most ``v delta ((4 + 7a) sqrt(n) + 2a + 1)``, as for the other
 forms (:mod:`otattn.lipschitz.upper.psd`; its argument holds for every A), and by less when V is, relative to v.
@@ -82,7 +82,7 @@ class Whole:
             # two tokens may lie apart in what A does not see, along one direction: V sees it
             zero: Any = BallMatrix.exact(np.zeros(len(A))) if head.exact else np.zeros(len(A))
             A, V = bordered(A, zero), (BallMatrix.exact if head.exact else np.asarray)(np.eye(len(A) + 1))
-        defect = 0.0 if head.exact else head.noise + form.error + 8.0 * len(A) * EPS * (1.0 + a)
+        defect = 0.0 if head.exact else head.noise + form.error + 32.0 * (len(A) + len(V)) * EPS * (1.0 + a)
         return cls(head, A / a, V / v, a, v, check.count(statement.n, "n", least=3), defect)
 
     def number(self) -> Any:
@@ -118,13 +118,15 @@ class Total:
     def others(self) -> Array:
         """``max_c`` of the braces ``(mu, cells)``, the cells up to each, for ``r = 1``."""
         wrap = lift if self.exact else np.asarray
+        ce, cs = self.corners
         low, high = (np.cos(wrap(x)) for x in (self.angles[:-1], self.angles[1:]))
         with np.errstate(divide="ignore", over="ignore"):
-            each = upper((wrap(self.rows) / high) ** 2 - wrap(self.mu)[:, None] * (1.0 / low**2 - 1.0))
+            most = np.maximum(np.sin(wrap(self.angles[1:])) / high / ce, 1.0 / wrap(cs))
+            each = upper((wrap(self.rows) * most) ** 2 - wrap(self.mu)[:, None] * (1.0 / low**2 - 1.0))
         return np.maximum.accumulate(np.where(np.isnan(each), np.inf, each), axis=1)
 
     def cell(self, e: Array, s: Array) -> Array:
-        """The cell of a direction; one cell off by rounding does no harm, see :meth:`row`."""
+        """The cell of a direction, or its neighbour by rounding."""
         found = np.searchsorted(self.angles, np.arctan2(e, s), side="right") - 1
         return np.clip(found, 0, self.rows.size - 1)
 
@@ -145,7 +147,7 @@ class Total:
             return (e1, np.sqrt(e2**2 + e3**2)), (e2, np.sqrt(e1**2 + e3**2)), (e3, r1), rem
 
         one, two, (e3, r), rem = norms(np.asarray)
-        first, second = self.cell(*one), self.cell(*two)
+        first, second = (self.cell(*x) for x in (one, two))
         last = self.cell(e3 * (1.0 + 1e-9), r)
         each = k * r**2 * table[:, last] + self.mu[:, None] * rem
         best = each.argmin(axis=0)
@@ -153,8 +155,8 @@ class Total:
         if self.exact:
             one, two, (e3, r), rem = norms(lift)
         value = (
-            self.row(*one, first)
-            + self.row(*two, second)
+            self.row(one[0], one[1], first)
+            + self.row(two[0], two[1], second)
             + k * r**2 * wrap(table[best, last])
             + wrap(self.mu[best]) * rem
         )
@@ -201,15 +203,17 @@ def _size(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     return _fails(unit_numbers(attention, domain))
 
 
-_STATED = every(softmax(masked=False), tokens(least=3), order_two, centred_ball, no_bias)
+_STATED = every(softmax(masked=False), tokens(least=3), order_two, centred_ball, no_bias, _size)
 
 
 @problem_function("frontier_rows")
 def _problem(statement: Statement) -> dict[str, Any]:
     why = _STATED(statement.attention, statement.domain, statement.n, statement.p)
-    whole = Whole.of(statement) if why is None else None
-    if whole is None or (why := _fails(whole.head)) is not None:
+    if why is not None:
         raise ValueError(f"frontier_rows does not apply: {why}; use relaxations.rows_and_columns.")
+    whole = Whole.of(statement)
+    if not whole.a * whole.v > 0.0:
+        raise ValueError("A and V must not be zero: the constant is then that of a mean, which needs no multipliers.")
     return {"whole": whole, "target": number(statement.options, "target", least=-math.inf)}
 
 
@@ -235,7 +239,7 @@ def _bound(log_square: float, whole: Whole) -> Any:
     "frontier_rows",
     statement="whole rows on two tokens, and what A and V leave orthogonal to the gradient: a program over three norms",
     hypotheses="softmax without a mask and without a bias; a centred ball; n >= 3 tokens; p = 2",
-    applies=every(_STATED, _size),
+    applies=_STATED,
     closed=False,
 )
 def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
@@ -268,11 +272,12 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
     deep = effort == "deep"
     directions, width, tol = (400, 1 / 800, 5e-4) if deep else (160, 1 / 256, 2e-3)
     statement = Statement(attention, domain, n, p)
+    why = _STATED(attention, domain, n, p)
+    if why is not None:
+        raise ValueError(f"frontier_rows does not apply: {why}; use relaxations.rows_and_columns.")
     head = numbers_of(statement)
     if top(head.v) == 0.0 or top(head.a) == 0.0:
         return trivial(statement)
-    if (why := _fails(head)) is not None:
-        raise ValueError(f"frontier_rows does not apply: {why}; use relaxations.rows_and_columns.")
     whole = Whole.of(statement)
     family = SelfLogit.default(head)
     frontier, pairs = Frontier.found(whole.A, whole.V), OwnPairs.found(whole.A, whole.V)

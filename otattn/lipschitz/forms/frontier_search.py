@@ -11,8 +11,12 @@ import numpy as np
 from otattn._linalg import Array
 from otattn.lipschitz.forms.vertex_rows import Cells, VertexRows, choices
 
-_FLOORS = np.array([0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.95, 1.25, 1.7, 2.4, 3.5])
-"""Values below which lambda does not fall, tried in turn: the vertices with the own token may want a larger one."""
+_FLOORS = (
+    np.array([0.0, 0.2, 0.5, 0.8, 1.25, 1.9, 3.0]),
+    np.array([0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.95, 1.25, 1.7, 2.4, 3.5]),
+)
+"""Values below which lambda does not fall, tried in turn: the vertices with the own token may want a larger one. Few on few
+directions, more on many."""
 _COARSE = 16
 _RADII = 0.0, 0.1, 0.2, 0.35, 0.55, 0.8
 LEVELS = np.append(0.0, np.geomspace(0.02, 15.0, 64))
@@ -28,16 +32,15 @@ class Plan(NamedTuple):
     bound: Array
 
 
-def _best(rows: VertexRows, candidates: Iterable[tuple[Array, Array]]) -> Plan:
+def _best(rows: VertexRows, candidates: Iterable[tuple[Array, Array]], floors: Array) -> Plan:
     """The best of pairs ``(choice, radii)``, each with the best lambda."""
     shape = (len(rows.e), rows.cells.gamma[0].size)
     best = Plan(np.zeros(shape, dtype=int), np.zeros(shape), np.zeros(shape, dtype=int), np.full(shape, np.inf))
     down = np.arange(shape[0])[:, None]
-    floors = np.searchsorted(rows.levels, _FLOORS)
     for choice, r in candidates:
         need, value = rows.cells.vertices(rows.e, rows.s, choice, r)
         least = np.searchsorted(rows.levels, need * (1.0 + 1e-12))
-        for floor in floors.tolist():
+        for floor in np.searchsorted(rows.levels, floors).tolist():
             level = np.minimum(np.maximum(least, floor), rows.levels.size - 1)
             lam = rows.levels[level]
             bound = np.maximum(value, rows.paired[down, level]) + lam * rows.cells.tau
@@ -48,9 +51,12 @@ def _best(rows: VertexRows, candidates: Iterable[tuple[Array, Array]]) -> Plan:
 
 
 def _everything(rows: VertexRows) -> Iterable[tuple[Array, Array]]:
-    shape = (len(rows.e), rows.cells.gamma[0].size)
-    for option in range(len(choices())):
-        for r in _RADII if (rows.cells.c > 0.0).any() else (0.0,):
+    shape, cells = (len(rows.e), rows.cells.gamma[0].size), rows.cells
+    for option, (tied, form, _) in enumerate(choices()):
+        gain = (cells.beta < 0.99) * tied + (cells.sigma[int(form)] < 0.99 * cells.sigma[0])
+        if option and not gain.any():
+            continue  # no better than plain, and dearer
+        for r in _RADII if (cells.c > 0.0).any() else (0.0,):
             yield np.full(shape, option), np.full(shape, r)
 
 
@@ -66,7 +72,7 @@ def refined(
         new = np.array([k for k, span in enumerate(spans) if span not in known], dtype=int)
         if new.size:
             part = rows(cells.select(new), angles)
-            found = _best(part, _everything(part))
+            found = _best(part, _everything(part), _FLOORS[0])
             known.update({spans[k]: tuple(x[:, j] for x in found) for j, k in enumerate(new.tolist())})
         plan = Plan(*(np.stack(x, axis=1) for x in zip(*(known[span] for span in spans), strict=True)))
         near = plan.bound >= 0.998 * plan.bound.max(axis=1, keepdims=True)
@@ -85,4 +91,4 @@ def finer(rows: VertexRows, coarse: Plan) -> Plan:
         for at in (low, np.minimum(low + 1, _COARSE - 1))
         for step in (0.0, 0.05, -0.05)
     ]
-    return _best(rows, pairs)
+    return _best(rows, pairs, _FLOORS[1])

@@ -42,8 +42,8 @@ RATIOS = (0.002, 0.15, 0.5, 1.2, 3.0, 10.0, 1000.0)
 """Shares ``Y/X`` of the members."""
 LEADS = (0.2, 0.4, 0.7, 1.0, 1.5, 2.4, 4.0)
 """Absolute values of nu, tried while they lower W."""
-WEIGHTS = (0.0, 0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
-"""Cells of p."""
+WEIGHTS = (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
+"""Cells of p; ``1 - p`` is a float too."""
 
 
 class PairForms:
@@ -106,7 +106,9 @@ class OwnPairs:
             else:
                 # entries are sums of d products of numbers of at most these sizes
                 size = 2.0 * c + 5.0 * (X + Y) / c + 2.0 * abs(nu) + w1 + w2
-                out.append((w1 + w2 + 2.0 * (max(0.0, top(excess)) + 64.0 * d * EPS * size)) * (1.0 + 8.0 * EPS))
+                out.append(
+                    (w1 + w2 + 2.0 * (float(np.maximum(0.0, top(excess))) + 64.0 * d * EPS * size)) * (1.0 + 8.0 * EPS)
+                )
         return cls(members, np.array(out))
 
     @classmethod
@@ -143,9 +145,9 @@ class OwnPairs:
             worst = value if worst is None else np.maximum(worst, value)
         return worst
 
-    def _on(self, e: Any, s: Any, a: Any, ends: tuple[float, float], index: Array) -> tuple[Any, Any]:
+    def _on(self, e: Any, s: Any, a: Any, ends: tuple[float, float], index: Any) -> tuple[Any, Any]:
         """For p between the ends: the lambda that the members at ``index`` need, and their value without its pay."""
-        X, Y, _, nu, _, _ = (like(x, a) for x in self.members[index].T.transpose(0, *range(index.ndim, 0, -1)))
+        X, Y, _, nu, _, _ = (like(x, a) for x in np.moveaxis(self.members[index], -1, 0))
         p0, p1 = ends
         E = np.sqrt(e * e / X + s * s / Y)
         M = a * E * like(self.W[index], a)

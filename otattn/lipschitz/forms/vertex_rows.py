@@ -31,8 +31,8 @@ the bounds ``beta^2, delta^2, y_s``. Then
 
 - ``|Vd| <= beta |d| + |kappa|``, and the part of K grows at most by ``s 2pq a gamma |kappa| / sqrt 2`` over that with ``beta |d|``;
 - ``|Vd| |A^Td| <= |d| (min(beta, delta) |d| + |kappa|)``: sigma is the minimum, plus ``P |kappa|`` with ``P = 2``;
-- or, with ``mu >= ||M_s||`` and ``|<d', M_s g_i>| <= mu |d'| gamma / 2``: ``|Vd| |A^Td| <= <d, M_s d> <= y_s |d|^2 + |kappa| (mu |d'| +
-  (mu - y_s) |kappa|)``: ``sigma = y_s`` and ``P = 2 sqrt(mu^2 + (mu - y_s)^2)``.
+- or, with ``mu >= ||M_s||`` and ``|<d', M_s g_i>| <= mu |d'| gamma / 2`` (d' and ``g_i`` are orthogonal, M_s is PSD): ``|Vd| |A^Td|
+  <= <d, M_s d> <= y_s |d|^2 + |kappa| (mu |d'| + (mu - y_s) |kappa|)``: ``sigma = y_s`` and ``P = 2 sqrt(mu^2 + (mu - y_s)^2)``.
 
 As ``pq = omega (1 - omega)`` the terms in kappa are at most ``omega (1 - omega) a gamma |kappa| (sqrt2 s + P e / gamma_0)`` (the first
 only if beta is used), and ``lambda_1 omega a gamma |kappa|`` pays for them when ``1 - omega <= h`` and ``lambda_1 = h (sqrt2 s + P e /
