@@ -181,7 +181,8 @@ class Total:
 
 def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
     """The cells of rows that the multipliers describe."""
-    edges, angles, lam = (multiplier(multipliers, k, multipliers[k].shape) for k in ("edges", "angles", "levels"))
+    edges, angles = (multiplier(multipliers, k, multipliers[k].shape) for k in ("edges", "angles"))
+    lam = multiplier(multipliers, "levels", LEVELS.shape, sign=True)
     frontier = Frontier.of(whole.A, whole.V, multipliers)
     cells = whole.cells(edges, SelfLogit.of(whole.head, multipliers), frontier)
     return VertexRows.of(cells, OwnPairs.of(whole.A, whole.V, multipliers), angles, lam)
