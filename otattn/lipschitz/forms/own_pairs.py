@@ -44,6 +44,8 @@ LEADS = (0.2, 0.4, 0.7, 1.0, 1.5, 2.4, 4.0)
 """Absolute values of nu, tried while they lower W."""
 WEIGHTS = (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 """Cells of p; ``1 - p`` is a float too."""
+_FAR = 6.0
+"""Logarithms of c and of ``w_1/w_2`` are sought up to this size."""
 
 
 class PairForms:
@@ -70,13 +72,14 @@ def _least(forms: PairForms, X: float, Y: float, nu: float, start: Array) -> tup
     d = len(forms.own) // 2
 
     def scaled(z: Array) -> tuple[float, float]:
+        z = np.clip(z, -_FAR, _FAR)
         share = 1.0 / (1.0 + math.exp(-z[1]))
         root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], d))
         Q = forms.form(X, Y, math.exp(z[0]), nu)
         return max(0.0, float(np.linalg.eigvalsh(root[:, None] * Q * root)[-1])), share
 
     options = {"xatol": 2e-3, "fatol": 1e-5, "maxfev": 80}
-    end = np.clip(minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x, -5.0, 5.0)
+    end = np.clip(minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x, -_FAR, _FAR)
     W, share = scaled(end)
     return [X, Y, math.exp(end[0]), nu, W * share, W * (1.0 - share)], end
 
