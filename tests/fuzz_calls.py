@@ -339,6 +339,14 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
                 ).value
             ),
         ),
+        "relaxations.frontier_rows": (
+            0.02,
+            lambda: (
+                oa.relaxations.frontier_rows(
+                    g.softmax(), radius=size["radius"](), n=count(), effort=g.number("fast")
+                ).value
+            ),
+        ),
         "relaxations.two_tokens": (0.02, lambda: oa.relaxations.two_tokens(g.softmax(), radius=size["radius"]()).value),
         "flow": (
             0.5,

@@ -5,6 +5,7 @@ from otattn.lipschitz.constants.column_exponent import column_exponent
 from otattn.lipschitz.constants.field import field_certificate
 from otattn.lipschitz.constants.self_entropy import row_certificate, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
+from otattn.lipschitz.forms.frontier_rows import frontier_rows
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
 from otattn.lipschitz.upper.mean_field import mean_field
@@ -17,6 +18,7 @@ __all__ = [
     "Certificate",
     "column_exponent",
     "field_certificate",
+    "frontier_rows",
     "interval_simplex",
     "mean_field",
     "near_tokens",

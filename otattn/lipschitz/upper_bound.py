@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import numpy as np
+
 from otattn import _validate as check
 from otattn._linalg import spectral_norm
 from otattn.attention import AttentionMap, SoftmaxAttention
@@ -88,14 +90,23 @@ def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float,
     """Whether a relaxation may win, or costs little.
 
     The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions;
-    that of ``A = -alpha I`` is never below ``v phi(a) sqrt(n - 2)`` (one token moves, and n - 2 rows look at it); that of PSD
-    forms stays above ``v e^{kappa/2} (1 + kappa)``.
+    that of ``A = -alpha I`` is never below ``v phi(a) sqrt(n - 2)`` (one token moves, and n - 2 rows look at it), that of whole rows
+    for any form seldom below half of it; that of PSD forms stays above ``v e^{kappa/2} (1 + kappa)``.
     """
     if record.key == "two_tokens":
         return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
-    if record.key == "negative_identity" and isinstance(attention, SoftmaxAttention) and n is not None:
+    if (
+        record.key in ("negative_identity", "frontier_rows")
+        and isinstance(attention, SoftmaxAttention)
+        and n is not None
+    ):
         row = next((b.details for b in closed if b.theorem == "row_bound" and "t" in b.details), None)
         least = 0.0 if row is None else spectral_norm(attention.V) * row["row_constant"] * math.sqrt(max(n - 2.0, 0.0))
+        if record.key == "frontier_rows":
+            least, A = 0.5 * least, attention.A
+            plain = np.linalg.norm(A - np.trace(A) / len(A) * np.eye(len(A))) <= 1e-9 * np.linalg.norm(A)
+            if plain or len(A) > PAIR_DIMENSION:  # multiples of the identity have sharper bounds of their own
+                return False
         return row is None or (row["t"] > 0.8 and least < min(b.value for b in closed))
     if record.key not in ("mean_field", "psd_mean_field") or not isinstance(attention, SoftmaxAttention):
         return True

@@ -139,6 +139,7 @@ RUNS = {
     "enclose_lipschitz": 1,
     "relaxations.negative_identity": 3,
     "relaxations.psd_mean_field": 2,
+    "relaxations.frontier_rows": 2,
     "enclosure_table": 1,
     "bounds.fixed_query_bound": 5,
     "estimates": 4,

@@ -267,6 +267,18 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
             {"kinds": ("softmax",), "forms": NEGATIVE, "plain": True, "any_measure": False, **BALL, "sizes": (3, 4, 6)},
         ),
         (
+            "relaxations.frontier_rows",
+            lambda q: R.frontier_rows(q.ours, domain=q.region.domain, n=q.n),
+            {
+                "kinds": ("softmax",),
+                "plain": True,
+                "any_measure": False,
+                **BALL,
+                "sizes": (3, 4, 6),
+                "dims": (1, 2, 3, 4),
+            },
+        ),
+        (
             "lipschitz_upper_bound",
             on_domain(oa.lipschitz_upper_bound),
             {"kinds": (*ALL, "rotary", "sinkhorn"), "masked": None, "orders": ORDERS, **SMALL},

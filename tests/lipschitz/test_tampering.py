@@ -73,6 +73,7 @@ DEAR = [
     "psd_mean_field",
     "psd",
     "negative_identity",
+    "frontier_rows",
 ]
 NEAR = ["second_order", "second_order/pairs"]
 QUANTITIES = (
@@ -144,6 +145,7 @@ def true(bound: Bound) -> None:
         "two_tokens": 6e-2,
         "psd": 5e-2,
         "negative_identity": 5e-3,
+        "frontier_rows": 2e-2,
         "mean_field": 2e-2,
         "psd_mean_field": 5e-3,
         "field_certificate": 2e-3,

@@ -10,6 +10,7 @@ from scipy.special import softmax, xlogy
 
 from otattn.attention import RotaryAttention, SoftmaxAttention
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
+from otattn.lipschitz.forms.frontier_rows import frontier_rows
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
@@ -442,6 +443,9 @@ def certificates():
     lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
     yield rows_and_columns(attention, radius=1.0, n=3), 0.95 * lower
     yield negative_identity(attention, radius=1.0, n=3), 0.95 * lower
+    attention = SoftmaxAttention(np.array([[9.0, 2.0], [-1.0, 3.0]]), np.array([[1.0, 0.0], [0.2, 0.4]]))
+    lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
+    yield frontier_rows(attention, radius=1.0, n=3), 0.95 * lower
     attention = SoftmaxAttention(4.0 * np.eye(2), np.eye(2))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=3, rng=0, effort="fast").value
     yield psd(attention, radius=1.0, n=3, effort="fast"), 0.95 * lower
