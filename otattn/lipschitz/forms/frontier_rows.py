@@ -142,7 +142,7 @@ class Total:
 
         def norms(wrap: Any) -> tuple[Any, ...]:
             (r0, t0, _), (r1, t1, x1) = ([wrap(x) for x in end] for end in (lo, hi))
-            e1, e2, rem = r1 * np.cos(t0), r1 * np.sin(t1), np.clip(1.0 - r0**2, 0.0, 1.0)
+            e1, e2, rem = r1 * np.cos(t0), r1 * np.sin(t1), np.clip((1.0 - r0) * (1.0 + r0), 0.0, 1.0)
             e3 = np.minimum(np.minimum(x1, e2), np.sqrt(rem))
             return (e1, np.sqrt(e2**2 + e3**2)), (e2, np.sqrt(e1**2 + e3**2)), (e3, r1), rem
 
