@@ -79,6 +79,32 @@ def certified(q: Problem, X: Any, Y: Any) -> Outcome:
     return attempt(name, body, q.kind, about)
 
 
+def compressed(rng: np.random.Generator) -> Outcome:
+    """``compression_bound`` of tokens against their clusters' means, moved copies of them, or other tokens."""
+    name = "compression_bound"
+    draw = {"heads": True, "kinds": SOFTMAX} if rng.random() < 0.3 else {"kinds": SOFTMAX}
+    q = problem(rng, masked=False, any_measure=False, sizes=(1, 2, 3, 4), orders=ORDERS, **draw)
+    X = q.region.points(rng.standard_normal((q.n, q.region.size)))
+    labels = rng.integers(0, q.n, q.n)
+    Y = np.array([X[labels == k].mean(axis=0) for k in labels])
+    if rng.random() < 0.5:
+        Y = Y + 10.0 ** rng.uniform(-12, 0) * (float(np.abs(X).max()) or 1.0) * rng.standard_normal(X.shape)
+
+    def body() -> Outcome:
+        found = asked(lambda: oa.compression_bound(q.ours, X, Y, p=q.p))
+        with digits():
+            w = masses(np.ones(q.n))
+            true = distance(*(exact_image(q.map, exact(Z), w) for Z in (X, Y)), q.p)
+            faults = [
+                f"{part} {getattr(found, part)!r}, exact {mp.nstr(true, 15)}"
+                for part, above in (("value", True), ("upper", True), ("lower", False))
+                if (getattr(found, part) - true) * (1 if above else -1) < -NOISE
+            ]
+        return outcome(name, q.kind, faults, (q, X.tolist(), Y.tolist()))
+
+    return attempt(name, body, q.kind, (q, X.tolist(), Y.tolist()))
+
+
 def study(rng: np.random.Generator) -> Outcome:
     """The best pair of ``stability_study`` and of ``sweep``, and their lower bound."""
     name = "stability_study"
@@ -226,6 +252,7 @@ def growth(rng: np.random.Generator) -> Outcome:
 
 
 MEASURED: dict[str, Callable[[np.random.Generator], Outcome]] = {
+    "compression_bound": compressed,
     "stability_ratio": ratio,
     "stability_study": study,
     "sweep": study,

@@ -45,6 +45,7 @@ NO_PROMISE = {
     "theorems": "the catalogue: words, and which theorems apply",
     "measure_layers": "a table of local_lipschitz, bounds.table and bounds.castin2024_discrete, layer by layer",
     "local_lipschitz_batch": "local_lipschitz at each window",
+    "limit_rank_histogram": "ranks that a theorem gives, against an implicit integration in test_settled_limits",
 }
 """Functions that the rule below collects and that promise nothing of their own."""
 
@@ -120,6 +121,7 @@ VARIANTS: dict[str, Callable[[np.random.Generator], Outcome]] = {
 RUNS = {
     "Domain.max_affine_norm, offsets that cancel": 30,
     "certified_radius": 1,
+    "compression_bound": 4,
     "certify": 4,
     "stability_ratio, nearly equal tokens": 40,
     "Bound.rigorous_value": 2,

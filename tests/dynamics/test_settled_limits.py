@@ -97,7 +97,8 @@ def test_published_law_with_two_heads(variant):
     assert "2 heads" in repr(study)
 
 
-@pytest.mark.parametrize("end", [1e3, pytest.param(1e5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [1e3, 1e5])
 def test_rank_three_with_indefinite_logits(end):
     """d = 4, indefinite A of rank 2, random V: settled limits of any rank are those of an implicit integration."""
     rng = np.random.default_rng(11)

@@ -149,6 +149,7 @@ def test_real_against_adversarial() -> None:
     assert len(oa.plotting.plot_real_against_adversarial(result).lines) == 4
 
 
+@pytest.mark.slow
 def test_bounds_command(tmp_path, capsys: pytest.CaptureFixture) -> None:
     np.savez(tmp_path / "layer.npz", A=-np.eye(1), V=np.eye(1))
     arguments = ["bounds", "--weights", str(tmp_path / "layer.npz"), "--radius", "1.5", "--n", "4", "--quiet"]
@@ -171,6 +172,7 @@ def test_two_tokens_are_compared_without_two_anchors() -> None:
     assert (found.adversarial > 0.0).all()
 
 
+@pytest.mark.slow
 def test_a_head_without_two_anchors_gets_its_tokens_by_ascent() -> None:
     seed = np.random.SeedSequence(3)
     rng = np.random.default_rng(5)

@@ -77,6 +77,7 @@ def test_spheres_and_boxes(domain):
     assert 1.0 < bound.value <= oa.lipschitz_upper_bound(head, domain=domain, n=6).value
 
 
+@pytest.mark.slow
 def test_more_tokens_are_never_worse():
     """At powers of two and between them."""
     head, domain = drawn(), oa.Ellipsoid(SHAPE)
@@ -93,6 +94,7 @@ def test_appended_tokens_keep_the_value():
     assert long[: len(short), : short.shape[1]] == pytest.approx(short, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_it_beats_the_search_on_blocks_of_equal_tokens():
     """What is found by moving blocks of equal tokens alone is less, on the same domain."""
     layout = Layout(problem_of(drawn(), domain=oa.Ellipsoid(SHAPE), n=8), "sequence")

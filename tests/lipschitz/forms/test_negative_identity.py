@@ -42,7 +42,7 @@ def test_rows_of_real_attention_are_below_both_bounds():
     """The least over the multipliers, on cells of c that hold little more than the token's own c."""
     rng = np.random.default_rng(0)
     own, generic = 0.0, 0.0
-    for _ in range(30):
+    for _ in range(12):
         n, d, a = int(rng.integers(3, 9)), int(rng.integers(1, 4)), float(np.exp(rng.uniform(-1.0, 5.0)))
         X = some_tokens(rng, n, d)
         J = head(a, d).jacobian(X)
@@ -97,6 +97,7 @@ def test_cells_hold_what_the_vertices_of_the_proof_are():
     assert tight > 0.99
 
 
+@pytest.mark.slow
 def test_boxes_hold_the_norms_of_displacements():
     """The program at the norms of random displacements, from its formula, is below every box around them."""
     rng = np.random.default_rng(2)
@@ -216,6 +217,7 @@ def test_forms_of_a_subspace_are_refused():
     assert whole.value == pytest.approx(negative_identity(head(4.0), radius=1.0, n=4).value, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_search_for_the_best_bound_tries_it_where_it_can_win():
     assert oa.lipschitz_upper_bound(head(25.0), radius=1.0, n=8).theorem == "negative_identity"
     for a, n in ((1.0, 64), (0.5, 4)):

@@ -154,6 +154,7 @@ def test_degenerate_data():
     assert near_tokens(SoftmaxAttention([[2.0]], [[3.0]]), [[5.0]], 0.0).value == pytest.approx(3.0, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_large_dimension_is_reduced_and_the_norm_may_be_bounded_only():
     rng = np.random.default_rng(3)
     d, k, n = 96, 8, 12

@@ -22,6 +22,7 @@ def test_masked_heads(n):
     assert not bound.verify(plain)
 
 
+@pytest.mark.slow
 def test_it_wins_for_masked_heads_whose_tokens_see_themselves():
     """``A = 25 I``: a token's own logit leaves little spread to its row, which the row bound does not see."""
     head = oa.MaskedAttention(oa.SoftmaxAttention(np.eye(3), np.eye(3)))
