@@ -10,7 +10,7 @@ import mpmath as mp
 import numpy as np
 from definitions import UNNORMALISED, Head, Map, image
 from definitions import distance as float_distance
-from exact import digits, distance, exact, masses
+from exact import digits, distance, exact, gamma, masses, minus, norm
 from exact import image as exact_image
 from lower import at_witness
 from outcomes import NOISE, Outcome, asked, attempt, outcome
@@ -100,6 +100,10 @@ def compressed(rng: np.random.Generator) -> Outcome:
                 for part, above in (("value", True), ("upper", True), ("lower", False))
                 if (getattr(found, part) - true) * (1 if above else -1) < -NOISE
             ]
+            x = q.region.points(rng.standard_normal((1, q.region.size)))
+            sent = [gamma(q.map, exact(x), [0], exact(Z), w)[0] for Z in (X, Y)]
+            field = asked(lambda: found.at(x))[0]
+            faults += [f"at {x.tolist()}: {field!r}"] if field < norm(minus(*sent)) - NOISE else []
         return outcome(name, q.kind, faults, (q, X.tolist(), Y.tolist()))
 
     return attempt(name, body, q.kind, (q, X.tolist(), Y.tolist()))

@@ -101,6 +101,7 @@ METHODS = {
     "LocalLipschitz.upper_kind": "local_lipschitz",
     "Result.rows": "sweep",
     "Estimates.proven": "estimates",
+    "CompressionBound.at": "compression_bound",
 }
 """Which attack covers a method that promises."""
 
