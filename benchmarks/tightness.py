@@ -92,7 +92,7 @@ def rows_of(found: list[dict[str, Any]]) -> list[list[str]]:
 def picture(found: list[dict[str, Any]]) -> Any:
     """A line a theorem: every ratio, by size."""
     keys = sorted({r["theorem"] for r in found}, key=lambda k: min(r["ratio"] for r in found if r["theorem"] == k))
-    (ax,) = panels(1, height=0.28 * len(keys) + 1.2)
+    (ax,) = panels(1, height=0.25 * len(keys) + 1.4)
     ax.figure.set_figwidth(8.0)
     for a, color, shift in zip(SIZES, ("blue", "orange", "red"), (-0.2, 0.0, 0.2), strict=True):
         for n, marker in ((TOKENS, "o"), (None, "s")):
@@ -109,10 +109,10 @@ def picture(found: list[dict[str, Any]]) -> Any:
     ax.set_xscale("log")
     ax.set_xlim(0.9, 1.2 * CUT)
     ax.set_yticks(range(len(keys)), keys, fontsize=8)
-    ax.invert_yaxis()
+    ax.set_ylim(len(keys) - 0.4, -0.6)
     ax.grid(axis="y", lw=0.3)
     ax.set_xlabel(rf"upper bound over witnessed lower bound (beyond $10^{{{math.log10(CUT):.0f}}}$: at the edge)")
-    ax.legend(fontsize=7, loc="lower right")
+    ax.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3, frameon=False)
     return ax
 
 
