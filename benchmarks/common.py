@@ -87,9 +87,10 @@ def panels(count: int, *, height: float = 3.9) -> list[Any]:
     return axes
 
 
-def write(name: str, lines: Sequence[str], out: Path, ax: Any) -> None:
-    """``name.md`` and ``name.png``."""
+def write(name: str, lines: Sequence[str], out: Path, ax: Any = None) -> None:
+    """``name.md``, and ``name.png`` of a picture."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
-    ax.figure.savefig(out / f"{name}.png", dpi=160)
+    if ax is not None:
+        ax.figure.savefig(out / f"{name}.png", dpi=160)
     print("\n".join(lines))

@@ -109,8 +109,7 @@ def main() -> None:
     lines += machine("pot", seeds="0")
     left = picture(profile, found, rows)
     oa.plotting.save(left, args.out / "headline.png")
-    write("headline", lines, RESULTS, left)
-    (RESULTS / "headline.png").unlink()
+    write("headline", lines, RESULTS)
 
 
 if __name__ == "__main__":

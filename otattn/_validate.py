@@ -258,7 +258,7 @@ def positive(value: Any, name: str, *, zero: bool = False, limit: float = np.inf
     except (TypeError, ValueError) as exc:
         raise ValueError(f"{name} must be a number, received {value!r}.") from exc
     if not np.isfinite(out) or out < 0 or (out == 0 and not zero):
-        raise ValueError(f"{name} must be finite and {'non-negative' if zero else 'positive'}, received {value!r}.")
+        raise ValueError(f"{name} must be finite and {'non-negative' if zero else 'positive'}, received {out:g}.")
     if out > limit:
         raise ValueError(
             f"{name} must be at most {limit:g}, received {value!r}, whose products overflow; rescale the units."

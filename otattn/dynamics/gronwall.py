@@ -59,7 +59,7 @@ def flow_radius_bound(attention: Field, radius: float, t: ArrayLike, *, start: f
     Raises
     ------
     ValueError
-        The kernel is not normalised: nothing bounds the radius beforehand.
+        The kernel is not normalised: nothing bounds the radius beforehand; or a time is negative or not finite.
 
     Examples
     --------
@@ -73,6 +73,7 @@ def flow_radius_bound(attention: Field, radius: float, t: ArrayLike, *, start: f
     if at.size and at.min() < 0:
         raise ValueError(f"t must be non-negative, received {at.min():g}; count it from the start.")
     R = check.positive(radius, "radius", zero=True)
+    start = float(check.as_float_array(start, "start", ndim=0))
     rate = _rate(layer_at(attention, start))
     if rate is None:
         raise _unbounded(layer_at(attention, start))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -87,36 +88,57 @@ def _of_heads(attention: Any, domain: Domain, n: int | None, p: float, *, effort
 
 
 def _worth_it(record: Theorem, attention: AttentionMap, n: int | None, p: float, closed: list[Bound]) -> bool:
-    """Whether a relaxation may win, or costs little.
+    """Whether a relaxation may win, or costs little; a wrong answer costs time, or a sharper bound, never a proof."""
+    rule = _RULES.get(record.key)
+    return rule is None or not isinstance(attention, SoftmaxAttention) or rule(attention, n, p, closed)
 
-    The mean-field one keeps the exponential ``v e^{kappa/p}`` of the column bound; the one of two tokens is for small dimensions;
-    that of ``A = -alpha I`` is never below ``v phi(a) sqrt(n - 2)`` (one token moves, and n - 2 rows look at it), that of whole rows
-    for any form seldom below half of it; that of PSD forms stays above ``v e^{kappa/2} (1 + kappa)``.
-    """
-    if record.key == "two_tokens":
-        return attention.in_dim is not None and attention.in_dim <= PAIR_DIMENSION
-    if (
-        record.key in ("negative_identity", "frontier_rows")
-        and isinstance(attention, SoftmaxAttention)
-        and n is not None
-    ):
-        row = next((b.details for b in closed if b.theorem == "row_bound" and "t" in b.details), None)
-        least = 0.0 if row is None else spectral_norm(attention.V) * row["row_constant"] * math.sqrt(max(n - 2.0, 0.0))
-        if record.key == "frontier_rows":
-            least, A = 0.5 * least, attention.A
-            plain = np.linalg.norm(A - np.trace(A) / len(A) * np.eye(len(A))) <= 1e-9 * np.linalg.norm(A)
-            if plain or len(A) > PAIR_DIMENSION:  # multiples of the identity have sharper bounds of their own
-                return False
-        return row is None or (row["t"] > 0.8 and least < min(b.value for b in closed))
-    if record.key not in ("mean_field", "psd_mean_field") or not isinstance(attention, SoftmaxAttention):
+
+def _few_dimensions(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
+    return attention.in_dim <= PAIR_DIMENSION
+
+
+def _rows_count(
+    attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound], *, share: float = 1.0
+) -> bool:
+    """For ``A = -alpha I`` it is never below ``v phi(a) sqrt(n - 2)``: one token moves, and n - 2 rows look at it."""
+    row = next((b.details for b in closed if b.theorem == "row_bound" and "t" in b.details), None)
+    if row is None or n is None:
         return True
-    best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
-    exponents = [float(b.details["kappa"]) for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
-    v = spectral_norm(attention.V)
-    if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
-        return True
-    kappa = min(exponents)
-    return kappa / p + math.log(v) < best + (0.5 if record.key == "mean_field" else -math.log1p(kappa))
+    least = share * spectral_norm(attention.V) * row["row_constant"] * math.sqrt(max(n - 2.0, 0.0))
+    return bool(row["t"] > 0.8 and least < min(b.value for b in closed))
+
+
+def _rows_of_a_form(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
+    """Multiples of the identity have sharper bounds of their own; for other forms seldom below half of the rows (measured)."""
+    A = attention.A
+    plain = np.linalg.norm(A - np.trace(A) / len(A) * np.eye(len(A))) <= 1e-9 * np.linalg.norm(A)
+    return not plain and len(A) <= PAIR_DIMENSION and _rows_count(attention, n, p, closed, share=0.5)
+
+
+def _columns_count(log_excess: Callable[[float], float]) -> _Rule:
+    """Both keep the exponential of the column bound: about ``v e^{kappa/p}`` times the excess (measured)."""
+
+    def rule(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
+        best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
+        exponents = [float(b.details["kappa"]) for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
+        v = spectral_norm(attention.V)
+        if not exponents or v == 0.0 or math.isinf(best) or math.isinf(p):
+            return True
+        kappa = min(exponents)
+        return kappa / p + math.log(v) + log_excess(kappa) < best
+
+    return rule
+
+
+_Rule = Callable[[SoftmaxAttention, "int | None", float, list[Bound]], bool]
+_RULES: dict[str, _Rule] = {
+    "two_tokens": _few_dimensions,
+    "negative_identity": _rows_count,
+    "frontier_rows": _rows_of_a_form,
+    "mean_field": _columns_count(lambda kappa: -0.5),
+    "psd_mean_field": _columns_count(math.log1p),
+}
+"""When a relaxation is tried for a softmax head; the others always are."""
 
 
 def lipschitz_upper_bound(

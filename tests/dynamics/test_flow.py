@@ -284,6 +284,8 @@ def test_the_radius_bound_is_attained():
         flow(nested, [[1.0]], t_span=(0, 1), normalization="rescaled")
     with pytest.raises(ValueError, match="non-negative"):
         flow_radius_bound(SoftmaxAttention([[1.0]], [[1.0]]), 1.0, [-1.0])
+    with pytest.raises(ValueError, match="start must be finite"):
+        flow_radius_bound(lambda t: SoftmaxAttention([[1.0]], [[1.0]]), 1.0, [1.0], start=np.nan)
 
 
 # ------------------------------------------------------------------------------------------------ bad input

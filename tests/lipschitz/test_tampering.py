@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Certificate
 from otattn.lipschitz.constants.simplex import IntervalSimplex
 from otattn.lipschitz.containment import NearMeasure, NearTokens
-from otattn.lipschitz.theorem import THEOREMS
+from otattn.lipschitz.theorem import THEOREMS, Quantity
 from otattn.measures import Ball, Box, DiscreteMeasure, Ellipsoid, PointSet
 
 try:
@@ -76,17 +76,7 @@ DEAR = [
     "frontier_rows",
 ]
 NEAR = ["second_order", "second_order/pairs"]
-QUANTITIES = (
-    "lipschitz",
-    "field",
-    "column_exponent",
-    "column_sum",
-    "self_entropy",
-    "row",
-    "covariance",
-    "local",
-    "pairs",
-)
+QUANTITIES = get_args(Quantity)
 EVERY = {**FORMS, **RELAXED, **SEARCHED, **FLOATS}
 _made: dict[str, Bound] = {}
 

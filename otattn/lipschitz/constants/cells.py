@@ -34,6 +34,10 @@ class Maximum:
     hi: Array
     cells: int
 
+    def status(self, tol: float) -> str:
+        """Whether the search reached the gap that was asked of it."""
+        return "closed" if self.value <= self.seen + tol else "cells exhausted"
+
 
 def ends(lo: Array, hi: Array, exact: bool) -> tuple[Any, Any]:
     """The ends of cells, as intervals in exact arithmetic."""

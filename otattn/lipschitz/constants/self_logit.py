@@ -330,3 +330,19 @@ def psd_defect(head: UnitNumbers) -> float:
         if not head.exact or proves_psd(0.5 * (head.A + head.A.T) + BallMatrix.exact(below * np.eye(len(A)))):
             return defect
     return math.inf
+
+
+def form_reason(head: UnitNumbers, *, semidefinite: bool = True) -> str | None:
+    """Why a theorem of forms ``<A x, y>``, semidefinite ones, does not apply; None where it does."""
+    if not head.centred:
+        return (
+            "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
+            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
+        )
+    if semidefinite and not math.isfinite(psd_defect(head)):
+        A = mid(head.A)
+        return (
+            "the form A must be symmetric positive semidefinite, received a skew part of norm "
+            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2)"
+        )
+    return None

@@ -310,7 +310,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         statement=replace(statement, options={"target": found.value}),
         multipliers=multipliers,
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_status=found.status(tol),
         solver_value=float(_bound(found.seen, whole)),
         details={"cells": found.cells, "edges": edges.size},
         # the maximum has just been proved: what a recheck raises it by is added

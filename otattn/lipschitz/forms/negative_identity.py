@@ -56,7 +56,7 @@ from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.rows import row_norm
-from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of, unit_numbers
+from otattn.lipschitz.constants.self_logit import UnitNumbers, form_reason, numbers_of, unit_numbers
 from otattn.lipschitz.forms.anchor_rows import AnchorRows
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
@@ -156,11 +156,9 @@ def _fails(head: UnitNumbers, dim: int | None) -> str | None:
     """Why the head, of tokens in ``R^dim``, is none of this theorem."""
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return None
-    if not head.centred:
-        return (
-            "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
-            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
-        )
+    why = form_reason(head, semidefinite=False)
+    if why is not None:
+        return why
     if len(head.A) != dim:  # what A does not see of a token may lie between two
         return f"the form A must be -alpha I on all of R^{dim}, received factors of it on {len(head.A)} dimensions"
     alpha, defect = _defect(head)
@@ -266,7 +264,7 @@ def negative_identity(attention: AttentionMap, domain: Domain, n: int, p: float,
         statement=replace(statement, options={"target": found.value}),
         multipliers=multipliers,
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_status=found.status(tol),
         solver_value=float(_bound(found.seen, problem)),
         details={"cells": found.cells},
         # the maximum has just been proved: what a recheck raises it by is added

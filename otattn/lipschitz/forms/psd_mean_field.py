@@ -61,7 +61,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from otattn._linalg import Array, mid, norm_upper
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, lower, upper
 from otattn.lipschitz.arithmetic.rounding import safe_exp, top
@@ -69,7 +69,14 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, ends, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import UnitNumbers, least_stretch, numbers_of, psd_defect, unit_numbers
+from otattn.lipschitz.constants.self_logit import (
+    UnitNumbers,
+    form_reason,
+    least_stretch,
+    numbers_of,
+    psd_defect,
+    unit_numbers,
+)
 from otattn.lipschitz.forms.concentration import exponent
 from otattn.lipschitz.forms.self_coupling import gain
 from otattn.lipschitz.hypotheses import any_measure, every, order_two, softmax
@@ -223,17 +230,9 @@ def _fails(head: UnitNumbers) -> str | None:
     """Why the head is none of this theorem."""
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return None
-    if not head.centred:
-        return (
-            "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
-            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
-        )
-    if not math.isfinite(psd_defect(head)):
-        A = mid(head.A)
-        return (
-            "the form A must be symmetric positive semidefinite, received a skew part of norm "
-            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2)"
-        )
+    why = form_reason(head)
+    if why is not None:
+        return why
     if not _RANGE[0] <= top(head.a) <= _RANGE[1]:
         return f"||A|| R^2 must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {top(head.a):g}"
     return None
@@ -335,7 +334,7 @@ def psd_mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: fl
         statement=replace(statement, options={"target": found.value}),
         multipliers={"h": np.array([columns.h]), "excess": np.array([columns.excess])},
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_status=found.status(tol),
         solver_value=float(_bound(found.seen, columns, head.v, 0.0)),
         details={"cells": found.cells, "sigma": head.sigma},
         # the maximum has just been proved: what a recheck raises it by is added

@@ -76,7 +76,7 @@ from typing import Any
 import numpy as np
 
 from otattn import _validate as check
-from otattn._linalg import Array, mid, norm_upper
+from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import least, product, top
@@ -84,7 +84,14 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import UnitNumbers, least_stretch, numbers_of, psd_defect, unit_numbers
+from otattn.lipschitz.constants.self_logit import (
+    UnitNumbers,
+    form_reason,
+    least_stretch,
+    numbers_of,
+    psd_defect,
+    unit_numbers,
+)
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
@@ -175,20 +182,9 @@ def _fails(head: UnitNumbers) -> str | None:
     """Why the head is none of this theorem."""
     if top(head.v) == 0.0 or (top(head.a) == 0.0 and head.centred):
         return None
-    if not head.centred:
-        return (
-            "it needs logits <A x, y> without a bias on a domain centred at 0, received a bias of norm "
-            f"{top(norm_upper(head.c)):g} (the head's own, or A times the centre)"
-        )
     if top(head.a) > _LARGEST:
         return f"||A|| R^2 must be at most {_LARGEST:g}, received {top(head.a):g}"
-    if not math.isfinite(psd_defect(head)):
-        A = mid(head.A)
-        return (
-            "the form A must be symmetric positive semidefinite, received a skew part of norm "
-            f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2)"
-        )
-    return None
+    return form_reason(head)
 
 
 def _semidefinite(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
@@ -264,7 +260,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
             "xi": sought.xi,
         },
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_status=found.status(tol),
         solver_value=float(_bound(found.seen, head, n, 0.0)),
         details={"sigma": head.trace_sigma, "cells": found.cells, "radius_at_worst": float(found.hi[0])},
         # the maximum has just been proved: what a recheck raises it by is added

@@ -344,7 +344,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
         problem=problem | {"target": found.value},
         multipliers=multipliers,
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_status=found.status(tol),
         solver_value=head.v * math.exp(0.5 * found.seen),
         details={"column_sum": rows.T, "sigma": head.trace_sigma, "cells": found.cells},
     )

@@ -274,7 +274,7 @@ def two_tokens(attention: AttentionMap, domain: Domain, n: int, p: float, *, eff
         problem={"head": head, "target": target},
         multipliers={"nu": family.nu, "tau": family.tau, "w": family.w},
         solver="branch and bound",
-        solver_status="closed" if found.value <= found.seen + tol else "cells exhausted",
+        solver_status=found.status(tol),
         solver_value=float(_bound(max(found.seen, -600.0), head, forms.unit)),
         details={"cells": found.cells, "members": len(members)},
     )

@@ -215,6 +215,20 @@ def test_rechecks_prove_their_target_or_give_up_early_at_a_bound_that_holds():
     assert sum(count) < 50
 
 
+def test_rechecks_of_false_targets_end_near_the_maximum_although_boxes_round():
+    """Each box stays 1e-13 above its points: halving it never brings it to the largest one."""
+    count = []
+
+    def smooth(lo, hi):
+        count.append(lo.shape[1])
+        least = np.maximum(0.0, np.maximum(lo[0], -hi[0]))
+        return 1.0 - least**2 + (hi[0] - lo[0]) ** 2 + 1e-13 * (hi[0] > lo[0])
+
+    found = proved_below(smooth, *boxes(np.linspace(-1.0, 1.0, 4)), target=0.99, max_cells=50_000)
+    assert 1.0 <= found <= 1.0 + 2e-11
+    assert sum(count) < 2_000
+
+
 def test_branch_and_bound_stops_at_the_floor_and_refuses_nan():
     start = boxes(np.linspace(0, 1, 3))
     found = maximise(lambda lo, hi: hi[0] - lo[0] - 5.0, *start, tol=0.0, max_cells=10**6, floor=-4.0)
