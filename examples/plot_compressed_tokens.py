@@ -1,5 +1,5 @@
 r"""Fewer tokens: what attention loses when a text is merged into clusters
-=====================================================================
+======================================================================
 
 128 tokens of a real text enter a trained head. We put k weighted atoms in their place: centroids of clusters in the space that
 the head sees (logits over the queries, and values), or of clusters in R^384, or the k tokens that get most attention. How far
