@@ -26,7 +26,7 @@ from _gallery import gallery, panels
 
 import otattn as oa
 
-DIMS, DRAWS = (3, 4, 5), 60
+DIMS, DRAWS = (3, 4, 5), 40
 
 
 def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

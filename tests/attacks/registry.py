@@ -153,5 +153,5 @@ RUNS = {
 }
 """Attacks of the fast test on functions that are slow themselves; others are attacked 12 times."""
 OTHERS = 12
-LONGER, OTHERS_LONGER = 3, 115
-"""How many times more the slow test attacks the former, and how often the others: 10^5 configurations in all."""
+LONGER, OTHERS_LONGER = 2, 80
+"""How many times more the slow test attacks the former, and how often the others; `benchmarks.attacks` makes millions."""

@@ -98,7 +98,7 @@ def test_published_law_with_two_heads(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [1e3, 1e5])
+@pytest.mark.parametrize("end", [1e3, 1e4])
 def test_rank_three_with_indefinite_logits(end):
     """d = 4, indefinite A of rank 2, random V: settled limits of any rank are those of an implicit integration."""
     rng = np.random.default_rng(11)

@@ -371,7 +371,7 @@ def test_certificates_of_searches(name: str) -> None:
     assert MODES == (False,) or not replace(bound, value=bound.value * (1 - 1e-6)).verify(rigorous=True)
     refused_labels(bound)
     domain, head = bound.domain, bound.attention
-    larger = Ball(1.01 * domain.radius) if isinstance(domain, Ball) else Ellipsoid(1.01 * domain.shape, domain.center)
+    larger = Ball(1.1 * domain.radius) if isinstance(domain, Ball) else Ellipsoid(1.1 * domain.shape, domain.center)
     altered = [replace(bound, n=n) for n in (None, 1, 5, 0, 2.5)] + [replace(bound, p=p) for p in (3.0, 0.5, math.nan)]
     altered += [
         replace(bound, domain=other) for other in (larger, None, Box([-1.0], [1.0]), DiscreteMeasure(np.eye(3)))
@@ -381,8 +381,8 @@ def test_certificates_of_searches(name: str) -> None:
         for other in (
             None,
             MaskedAttention(head),
-            SoftmaxAttention(head.A, 1.01 * head.V, bias=head.bias),
-            SoftmaxAttention(1.01 * head.A, head.V, bias=head.bias),
+            SoftmaxAttention(head.A, 1.1 * head.V, bias=head.bias),
+            SoftmaxAttention(1.1 * head.A, head.V, bias=head.bias),
         )
     ]
     for other in altered:
