@@ -267,7 +267,7 @@ def test_tiny_logits_and_many_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("a", [4.0, 9.0, 25.0])
+@pytest.mark.parametrize("a", [4.0, 25.0])
 def test_the_enclosure_of_eight_tokens_is_narrow(a):
     attention = SoftmaxAttention(a * np.eye(3), np.eye(3))
     lower = lipschitz_lower_bound(attention, radius=1.0, n=8, rng=0).value
