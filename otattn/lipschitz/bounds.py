@@ -14,7 +14,7 @@ from otattn.lipschitz.regularity.values import value_bound
 from otattn.lipschitz.table import BoundTable, Crossover, crossover, table
 from otattn.lipschitz.upper.blocks import whole_block
 from otattn.lipschitz.upper.gates_and_heads import gated_bound, heads_bound
-from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound
+from otattn.lipschitz.upper.l2 import l2_column_bound, l2_row_bound, l2_tied_bound
 from otattn.lipschitz.upper.masked import masked_average_bound, masked_column_bound, masked_row_bound
 from otattn.lipschitz.upper.multi_head import multi_head
 from otattn.lipschitz.upper.published import (
@@ -61,6 +61,7 @@ __all__ = [
     "kim2021_l2",
     "l2_column_bound",
     "l2_row_bound",
+    "l2_tied_bound",
     "masked_average_bound",
     "masked_column_bound",
     "masked_row_bound",

@@ -80,10 +80,10 @@ def table(
 
 def closed_bounds(record: Theorem, attention: AttentionMap, region: Domain, n: int | None, p: float) -> list[Bound]:
     """What a theorem says of n tokens, and of any measure where that is another bound for n tokens too."""
-    # the published theorems are about balls, or about all of R^d
+    # the published theorems are about balls; what holds on all of R^d holds here
     ball = _ball(region) if record.published else region
     out = []
-    for domain in (ball, None) if record.published else (ball,):
+    for domain in (ball, None):
         if record.reason(attention, domain, n, p) is None:
             out.append(prove(record.key, attention, domain, n, p))
             break

@@ -108,6 +108,8 @@ def closed_forms() -> dict[str, Maker]:
     def add(name: str, function: Callable[..., Bound], *args: object, **kwargs: object) -> None:
         out[name] = functools.partial(function, *args, **kwargs)
 
+    for n, p in ((1, 2.0), (4, 2.0), (4, 3.0), (4, math.inf)):
+        add(f"l2_tied_bound-{n}-{p}", bounds.l2_tied_bound, TIED, n=n, p=p)
     for place, domain in DOMAINS.items():
         for name, head in (("plain", SOFTMAX), ("biased", BIASED)):
             at = f"{name}-{place}"

@@ -185,6 +185,9 @@ def test_only_what_holds_on_all_of_space_applies_without_a_domain() -> None:
     for name, attention in MAPS.items():
         applying = [row["theorem"] for row in oa.theorems(attention, n=3).rows() if row["applies"]]
         scores = {"score_row_bound", "score_column_bound", "score_average_bound"} if "all of space" in name else set()
-        assert set(applying) <= {"kim2021_l2", "kim2021_dot_product"} | scores, name
+        assert set(applying) <= {"kim2021_l2", "l2_tied_bound", "kim2021_dot_product"} | scores, name
         assert set(applying) >= scores
-    assert [r["theorem"] for r in oa.theorems(MAPS["tied"], n=3).rows() if r["applies"]] == ["kim2021_l2"]
+    assert [r["theorem"] for r in oa.theorems(MAPS["tied"], n=3).rows() if r["applies"]] == [
+        "kim2021_l2",
+        "l2_tied_bound",
+    ]

@@ -55,6 +55,7 @@ CALLS: list[tuple[str, dict[str, Any], AttentionMap]] = [
     ("kim2021_dot_product", {"radius": 1.0}, SOFTMAX),
     ("kim2021_l2", {}, L2),
     ("kim2021_l2", {"p": math.inf}, L2),
+    ("l2_tied_bound", {}, L2),
     ("l2_column_bound", {"radius": 1.0}, L2),
     ("l2_column_bound", {"radius": 1.0}, MaskedAttention(L2)),
     ("l2_row_bound", {"radius": 1.0}, L2),
@@ -117,7 +118,7 @@ def test_any_number_of_tokens_costs_the_same(name: str, options: dict[str, Any],
     if name not in FALLING:
         # the constant grows with the number of tokens, and so does each bound of it; 1e-9 for the margins of rounding
         assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(values))
-    region = None if name == "kim2021_l2" else Ball(1.0)
+    region = None if name in ("kim2021_l2", "l2_tied_bound") else Ball(1.0)
     if (
         name not in FALLING
         and THEOREMS[name].reason(attention, region, None, options.get("p", 2.0)) is None

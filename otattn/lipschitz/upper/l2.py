@@ -1,4 +1,4 @@
-r"""Our Lipschitz bounds of L2 attention on a bounded domain, in closed form, with their proofs.
+r"""Our Lipschitz bounds of L2 attention, in closed form, with their proofs: on a bounded domain, and of tied keys on all of R^d.
 
 ``P_ij`` is proportional to ``w_j exp(-|Q x_i - K x_j|^2)``. The derivative of a logit in the key's token is
 ``g_ij = 2 K^T (Q x_i - K x_j)``, which depends on j, so the formulas of softmax attention do not carry over
@@ -15,19 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention
 from otattn.attention.head import Head
-from otattn.lipschitz.arithmetic.intervals import like
+from otattn.errors import CertificateError
+from otattn.lipschitz.arithmetic.intervals import lift, like, lower
 from otattn.lipschitz.arithmetic.rounding import least, log, log_sum, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.regions import Region, see
 from otattn.lipschitz.constants.rows import row_norm, two_largest
 from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
-from otattn.lipschitz.hypotheses import every, l2, order_two, tokens, unless
+from otattn.lipschitz.hypotheses import every, l2, no_domain, order_between, order_two, tokens, unless
+from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.masked import masked_column_sum
-from otattn.lipschitz.upper.softmax import bounds_of, closed_form, column_log
+from otattn.lipschitz.upper.published import largest_variance, tied, tied_norms
+from otattn.lipschitz.upper.softmax import bounds_of, closed_form, column_log, outward
 from otattn.measures.domains import Domain
 
 
@@ -155,3 +159,91 @@ def l2_column_bound(x: Numbers, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
 def _(map: L2Attention, head: Head, region: Region, counts: Sequence[int | None], p: float, seen: Any) -> list[Bound]:
     x, whole = numbers(head, region), MaskedAttention(map) if head.causal else map
     return [b for n in counts for b in bounds_of(whole, x, n, p)]
+
+
+def _unmasked(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
+    return "a causal map is not covered: its column sums grow" if attention.unmasked is not attention else None
+
+
+@theorem(
+    "l2_tied_bound",
+    statement="||Q|| ||V Q^+|| ((1 + w_n)^{1/2} T_n^{1/p} + 2 tau_n), T_n about n^{1/2} / 2, w_n and tau_n logarithmic",
+    hypotheses="L2 with K = Q and values that factor through Q, one head or several, no mask; all of R^d; n tokens; p >= 2",
+    applies=every(tied, _unmasked, tokens(), order_between(2.0, math.inf), no_domain),
+    everywhere=True,
+)
+def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
+    r"""Tied L2 attention on all of ``R^d``: about ``n^{1/(2p)} log n``, where the published bound has ``n^{1/p} log n``.
+
+    The value is ``||Q|| ||V Q^+|| ((1 + w_n)^{1/2} T_n^{1/p} + 2 tau_n)`` with
+
+    - ``T_n = (n+1)^{(1 + 1/n)/2} / 2``, a bound of every column sum of the attention weights;
+    - ``w_n = 4 t^2 - 12 t + 4``, t the root of ``(t^2 - 3t + 1) / (2t - 1) = (n-1) e^{-t}``, and ``w_1 = 0``; a row attains it
+      where the other tokens sit at ``+-sqrt(t) u``, half at each;
+    - ``tau_n e^{tau_n + 1} = n - 1``.
+
+    Several heads as in :func:`~otattn.lipschitz.upper.published.kim2021_l2`.
+
+    Proof. As there the map is ``M h(Q x)``, ``h(y)_i = m_i = sum_j P_ij y_j``, ``P_ij = k_ij / Z_i``, ``k_ij = e^{-|y_i - y_j|^2}``.
+    For a unit u, with ``D_j = y_j - y_i`` and ``b_j = |u - 2 <u, y_j - m_i> D_j|``, ``<u, d m_i> <= sum_j P_ij b_j |e_j| +
+    2 lambda_max(C_i) |e_i|``, where ``lambda_max(C_i) <= tau_n``. By Hoelder the first term is at most ``W^{1/2} (sum_j P_ij
+    |e_j|^p)^{1/p}``, ``W = sup sum_j P_ij b_j^2``; the sum over i of its p-th power is at most ``W^{p/2} max_j T_j |e|_p^p``,
+    ``T_j = sum_i P_ij``.
+
+    *Columns.* Let ``alpha_i = P_ij / T_j``, and ``beta_i`` half a unit mass at i and half of alpha. By Gibbs ``log Z_i >=
+    -sum_k beta_i(k) |y_i - y_k|^2 + H(beta_i)``. Average ``log T_j = -|y_i - y_j|^2 - log Z_i - log alpha_i`` over alpha: the
+    squares are ``-Var - |ybar - y_j|^2`` from the first term and half of ``2 Var`` from the second, together at most 0. What is
+    left is ``sum_i f(alpha_i) / 2 - log 2`` with ``f(x) = x (1 + x) log(1 + 1/x)``, concave since ``f'' = 2 log(1 + 1/x) - 1/x -
+    1/(1+x) <= 0`` (the trapezium rule for 1/x), so at most its value where all ``alpha_i = 1/n``.
+
+    *Rows.* Put ``y_i = 0``, ``s_j = <u, y_j>``, ``r_j = |y_j|``, and turn u so that ``m = sum_j P_ij s_j >= 0``. Then ``W = 1 +
+    4 sum_j P_ij ((s_j - m)^2 r_j^2 - s_j^2) + 4 m^2``. Multiply by ``Z_i = 1 + sum e^{-r_j^2}`` and add ``8 m t`` times the
+    definition of m: ``W <= 1 + w`` follows if for each of the n - 1 others
+
+    .. math:: (n-1) e^{-r^2} \left(4 s^2 (r^2 - 1) + 8 s m (t - r^2) + 4 m^2 (r^2 + 1 - 2t) - w\right) \le w + 4 m^2 (2t - 1).
+
+    With ``x = r^2``, ``kappa = (n-1) e^{-x}``, ``E = (2t-1)(1 + kappa) - kappa x``, ``|s| <= r`` and the worst m this reads
+
+    .. math:: 4 \kappa x (x-1)_+ + 4 \kappa^2 x (t - x)^2 / E \le w (1 + \kappa).
+
+    Let ``q(x) = kappa x / (1 + kappa)``. It is largest, ``tau_n``, at ``x = tau_n + 1``; t is the maximum of ``(x - 1) q(x)``
+    and lies beyond, so ``q <= t - 1``, ``E > 0`` and ``kappa x / E = q / (2t - 1 - q) <= (t-1)/t``, also ``<= x / (2t - 1 - x)``
+    since ``q <= x``. There ``w = 4 (2t-1) kappa(t)``.
+
+    - ``x = t + y``, y >= 0: divided by ``4 kappa``, ``(2t-1)(e^y - 1 - y) - y^2 >= y^2 kappa x / E``; the left side is at least
+      ``(t - 3/2) y^2``, the right at most ``y^2 (t-1)/t``.
+    - ``1 <= x = t - z``: the same with ``y = -z``. It follows from ``e^{-z} - 1 + z >= z^2 / t``, or ``>= z^2 / (t - 1 + z)``, by
+      the two bounds of ``kappa x / E``. The first holds for z <= .95, the second beyond: ``(e^{-z} - 1 + z) / z^2`` and
+      ``z (1 - e^{-z}) / (e^{-z} - 1 + z)`` decrease in z, are .3731 and 1.7299 at .95, and ``t >= 2.7405``, its value for n = 2.
+    - x < 1: ``x (t-x)^2 / (2t-1-x) <= (2t-1) e^{x-t} + t^2 - 3t + 1`` suffices. For t >= 3 the left side increases on [0, 1] to
+      ``(t-1)/2``, at most ``t^2 - 3t + 1``; below, right less left grows with t, and at t = 2.74 ten intervals of x show it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from otattn.lipschitz import bounds
+    >>> tied = L2Attention(np.eye(3), np.eye(3), np.eye(3))
+    >>> [round(f(tied, n=64).value, 1) for f in (bounds.l2_tied_bound, bounds.kim2021_l2)]
+    [15.2, 81.8]
+    """
+    variance, t = largest_variance(n), _double_root(n)
+    row = math.sqrt(1.0 + max(4.0 * t * (t - 3.0) + 4.0, 0.0))
+    columns = 0.5 * (1.0 + 1.0 / n) * math.log(n + 1) - math.log(2.0)
+    size = tied_norms(attention, exact=exact)
+    value = log(size) + math.log(up(row * math.exp(columns / p) + 2.0 * variance))
+    details = {"row": row, "column_sum": math.exp(columns), "variance": variance}
+    return outward(lift(value) if exact else value, "l2_tied_bound", domain, n, p, details)
+
+
+def _double_root(n: int) -> float:
+    """At least t, ``(t^2 - 3t + 1)/(2t - 1) = (n-1) e^{-t}``, proved by intervals: the difference of the sides increases."""
+    if n == 1:
+        return (3.0 + math.sqrt(5.0)) / 2.0  # w = 0
+
+    def excess(t: Any, others: Any) -> Any:
+        return np.log((t * (t - 3.0) + 1.0) / (2.0 * t - 1.0)) + t - np.log(others)
+
+    t = float(brentq(lambda t: float(excess(t, float(n - 1))), 2.7, 800.0, xtol=1e-13)) * (1.0 + 1e-12)
+    if not lower(excess(lift(t), lift(float(n - 1)))) >= 0.0:
+        raise CertificateError(f"the row constant of {n} tokens could not be confirmed in intervals; please report it.")
+    return t

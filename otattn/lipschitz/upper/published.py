@@ -34,6 +34,7 @@ from otattn._linalg import Array, column_of, lambda_max_upper, norm_upper, spect
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.head import Head
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
+from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd, upper_end
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import LEAST, ROUNDING, least, log, product, top, up
 from otattn.lipschitz.bound import Bound
@@ -198,7 +199,7 @@ def _l2_heads(attention: AttentionMap) -> tuple[AttentionMap, ...]:
     return inner.heads if isinstance(inner, MultiHeadAttention) else (inner,)
 
 
-def _tied(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+def tied(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     """Heads with tied keys and values that factor through them."""
     for i, head in enumerate(_l2_heads(attention)):
         if not isinstance(head, L2Attention):
@@ -254,7 +255,7 @@ def _rank(M: Array) -> int:
     "kim2021_l2",
     statement="n^{1/p} (4 tau_n + 1) (sum_h ||Q||^2 ||V Q^+||^2)^{1/2} ||W||",
     hypotheses="L2 with K = Q and values that factor through Q; all of R^d; n tokens; p = 2 or inf",
-    applies=every(_tied, tokens(), _order_of_kim, no_domain),
+    applies=every(tied, tokens(), _order_of_kim, no_domain),
     reference="[KPM21] Theorem 3.2, constant re-derived",
     rigorous=False,
     everywhere=True,
@@ -282,26 +283,53 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
     several heads add up to at most ``||[W_1, ..., W_H]|| (sum_h c_h^2)^{1/2}``. A causal mask leaves fewer others in each row,
     and the proof as it is.
     """
-    tau = up(float(lambertw((n - 1) / math.e).real))
-    heads, inner = _l2_heads(attention), attention.unmasked
-    total = sum(_tied_norm(head) ** 2 for head in heads)
-    mix = 1.0
-    if isinstance(inner, MultiHeadAttention):
-        mix = math.sqrt(len(heads)) if inner.outputs is None else spectral_norm_upper(np.hstack(inner.outputs))
+    tau = largest_variance(n)
     rows = 1.0 if math.isinf(p) else math.sqrt(n)
-    value = up(rows * (4.0 * tau + 1.0) * math.sqrt(total) * mix) * (1.0 + ROUNDING)
+    value = up(rows * (4.0 * tau + 1.0) * tied_norms(attention)) * (1.0 + ROUNDING)
     return Bound(value, "upper", p=p, n=n, details={"phi_inverse": tau}, theorem="kim2021_l2")
 
 
-def _tied_norm(head: Any) -> float:
-    """``||Q|| ||V Q^+||`` of a tied head."""
+def largest_variance(n: int) -> float:
+    """``tau_n = phi^{-1}(n-1)``, ``phi(x) = x e^{x+1}``: the largest ``sum_j P_ij |y_j - y_i|^2`` of a row that sees itself."""
+    return up(float(lambertw((n - 1) / math.e).real))
+
+
+def tied_norms(attention: AttentionMap, *, exact: bool = False) -> float:
+    """``||[W_1, ..., W_H]|| (sum_h (||Q_h|| ||V_h Q_h^+||)^2)^{1/2}`` of tied heads; with ``exact`` as balls prove it."""
+    heads, inner = _l2_heads(attention), attention.unmasked
+    total, mix = sum(_tied_norm(head, exact) ** 2 for head in heads), 1.0
+    if isinstance(inner, MultiHeadAttention):
+        mix = math.sqrt(len(heads))
+        if inner.outputs is not None:
+            outputs = np.hstack(inner.outputs)
+            mix = upper_end(BallMatrix.exact(outputs).spectral_norm()) if exact else spectral_norm_upper(outputs)
+    return float(up(math.sqrt(total) * mix))
+
+
+def _tied_norm(head: Any, exact: bool) -> float:
+    """``||Q|| ||M||`` of a tied head, ``V = M Q``, ``M = V Q^+``.
+
+    Balls prove it for ``M' + (V - M' Q) Q^+``, M' the floats of M, and ``Q Q^T >= lambda`` (``Q^T Q``, where that is the smaller one).
+    """
     Q, V = head.Q, head.V
     _, s, Wt = np.linalg.svd(Q, full_matrices=False)
     keep = s > s.max(initial=0.0) * max(Q.shape) * 1e-15
     if not keep.any():
         return 0.0  # then V = 0 too
+    if exact:
+        return _tied_norm_in_balls(Q, V, float(s[-1]))
     W = Wt[keep].T
     M = (V @ W) / s[keep]
     # the relative error of the smallest kept singular value enters M
     slack = 1.0 + 16.0 * max(Q.shape) * np.finfo(float).eps * float(s[0] / s[keep].min())
-    return spectral_norm_upper(Q) * spectral_norm_upper(M) * slack
+    return float(spectral_norm_upper(Q) * spectral_norm_upper(M) * slack)
+
+
+def _tied_norm_in_balls(Q: Array, V: Array, least: float) -> float:
+    rows = BallMatrix.exact(Q)
+    gram, floor = (rows @ rows.T if len(Q) <= Q.shape[1] else rows.T @ rows), 0.9 * least
+    if not proves_psd(gram - BallMatrix.exact(floor * floor * np.eye(len(gram)))):
+        return math.inf
+    M = BallMatrix.exact(V @ np.linalg.pinv(Q))
+    rest = BallMatrix.exact(V) - M @ rows
+    return float(up(upper_end(rows.spectral_norm()) * (upper_end(M.spectral_norm()) + upper_end(rest.norm()) / floor)))
