@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         oa.bounds.kim2021_l2(attention, n=8).value / oa.bounds.l2_tied_bound(attention, n=8).value,
     )
     assert ratios[np.inf][1:].max() < 1.35, f"p = inf should be within 1.35, received {ratios[np.inf]}"
-    assert gain[0] > 400 and gain[1] > 2.4, f"gains over the published bound, received {gain}"
+    assert gain[0] > 400, f"the published bound should be 400 times ours at n = 10^9, received {gain[0]}"
+    assert gain[1] > 2.4, f"the published bound should be 2.4 times ours at n = 8, received {gain[1]}"
     print(
         f"headline: p = inf within {ratios[np.inf][-1]:.2f} at n = {SIZES[-1]}; p = 2: {gain[1]:.1f} times below the "
         f"published bound at n = 8, {gain[0]:.0f} times at n = 10^9"
