@@ -91,7 +91,12 @@ def heads(count: int) -> tuple[list[list[str]], list[float]]:
 def main() -> None:
     args = arguments(__doc__)
     sizes = SIZES[:2] if args.quick else SIZES
-    lines = ["# Enclosures of other orders, variants and domains", "", "Written by `python -m benchmarks.variants`.", ""]
+    lines = [
+        "# Enclosures of other orders, variants and domains",
+        "",
+        "Written by `python -m benchmarks.variants`.",
+        "",
+    ]
     per = [f"{side}, {m}" for m in ("W_1", "W_2", "W_inf") for side in ("lower", "upper", "ratio", "by")]
     lines += ["## Orders", "", *table(["A", "a", "n", *per], orders(sizes))]
     lines += ["## Sinkhorn attention", "", *table(["A", "a", "lower", "upper", "ratio"], sinkhorn(sizes))]

@@ -8,9 +8,10 @@ Reproduces: Kim, Papamakarios, Mnih, "The Lipschitz constant of self-attention",
 Euclidean norm ``n^{1/p} (4 phi^{-1}(n-1) + 1)``, ``phi(x) = x e^{x+1}``, p = 2 and p = inf; and their figure of the bound
 for p = inf against what optimisation finds.
 
-How the numbers compare: for p = inf the printed bound is within a factor of two of tokens that we find, ours within 1.3
-and closer as n grows; for p = 2 the printed one grows like ``n^{1/2} log n``, ours like ``n^{1/4} log n`` (no column of the
-attention matrix sums to more than about ``n^{1/2} / 2``), 2.5 times lower for 8 tokens and 500 times for 10^9.
+How the numbers compare: for p = inf the printed bound is up to 23 percent above ours, which is attained for odd n (half of
+the other tokens at either side of one) and met within one percent for even n >= 8; for p = 2 the printed one grows like ``n^{1/2}
+log n``, ours like ``n^{1/4} log n`` (no column of the attention matrix sums to more than about ``n^{1/2} / 2``), 2.5 times lower
+for 8 tokens and 500 times for 10^9.
 """
 
 from collections.abc import Sequence
@@ -53,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         oa.bounds.kim2021_l2(attention, n=far).value / oa.bounds.l2_tied_bound(attention, n=far).value,
         oa.bounds.kim2021_l2(attention, n=8).value / oa.bounds.l2_tied_bound(attention, n=8).value,
     )
-    assert ratios[np.inf][1:].max() < 1.35, f"p = inf should be within 1.35, received {ratios[np.inf]}"
+    assert ratios[np.inf][2:].max() < 1.02, f"p = inf should be within 2 percent, received {ratios[np.inf]}"
     assert gain[0] > 400, f"the published bound should be 400 times ours at n = 10^9, received {gain[0]}"
     assert gain[1] > 2.4, f"the published bound should be 2.4 times ours at n = 8, received {gain[1]}"
     print(
-        f"headline: p = inf within {ratios[np.inf][-1]:.2f} at n = {SIZES[-1]}; p = 2: {gain[1]:.1f} times below the "
+        f"headline: p = inf within {ratios[np.inf][-1]:.4f} at n = {SIZES[-1]}; p = 2: {gain[1]:.1f} times below the "
         f"published bound at n = 8, {gain[0]:.0f} times at n = 10^9"
     )
     pictures.save(axes[0], "l2_attention")

@@ -203,7 +203,7 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         (
             "bounds.l2_tied_bound",
             lambda q: B.l2_tied_bound(q.ours, n=q.n, p=q.p),
-            {"kinds": ("l2",), "any_measure": False, "orders": (2.0, 3.0, np.inf)},
+            {"kinds": ("l2",), "masked": None, "any_measure": False, "orders": (2.0, 3.0, np.inf)},
         ),
         (
             "bounds.castin2024_multi_head",

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
+from scipy.special import lambertw
 
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention
@@ -161,26 +162,30 @@ def _(map: L2Attention, head: Head, region: Region, counts: Sequence[int | None]
     return [b for n in counts for b in bounds_of(whole, x, n, p)]
 
 
-def _unmasked(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
-    return "a causal map is not covered: its column sums grow" if attention.unmasked is not attention else None
+def _rows_or_unmasked(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
+    if attention.unmasked is attention or math.isinf(p):
+        return None
+    return "a causal map is covered for p = inf only: its column sums grow"
 
 
 @theorem(
     "l2_tied_bound",
-    statement="||Q|| ||V Q^+|| ((1 + w_n)^{1/2} T_n^{1/p} + 2 tau_n), T_n about n^{1/2} / 2, w_n and tau_n logarithmic",
-    hypotheses="L2 with K = Q and values that factor through Q, one head or several, no mask; all of R^d; n tokens; p >= 2",
-    applies=every(tied, _unmasked, tokens(), order_between(2.0, math.inf), no_domain),
+    statement="||Q|| ||V Q^+|| ((1 + w_n)^{1/2} T_n^{1/2} + 2 tau_n), about n^{1/4} log n; 4 x_n + 1, about 4 log n, for p = inf",
+    hypotheses="L2 with K = Q and values that factor through Q, masked for p = inf only; all of R^d; n tokens; p >= 2",
+    applies=every(tied, _rows_or_unmasked, tokens(), order_between(2.0, math.inf), no_domain),
     everywhere=True,
 )
 def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact: bool) -> Bound:
     r"""Tied L2 attention on all of ``R^d``: about ``n^{1/(2p)} log n``, where the published bound has ``n^{1/p} log n``.
 
-    The value is ``||Q|| ||V Q^+|| ((1 + w_n)^{1/2} T_n^{1/p} + 2 tau_n)`` with
+    The value is ``||Q|| ||V Q^+||`` times ``(1 + w_n)^{1/2} T_n^{1/p} + 2 tau_n`` for finite p, and times ``R_n`` for p = inf, with
 
     - ``T_n = (n+1)^{(1 + 1/n)/2} / 2``, a bound of every column sum of the attention weights;
     - ``w_n = 4 t^2 - 12 t + 4``, t the root of ``(t^2 - 3t + 1) / (2t - 1) = (n-1) e^{-t}``, and ``w_1 = 0``; a row attains it
       where the other tokens sit at ``+-sqrt(t) u``, half at each;
-    - ``tau_n e^{tau_n + 1} = n - 1``.
+    - ``tau_n e^{tau_n + 1} = n - 1``;
+    - ``R_n = 4 x + 1``, ``x e^{x + 3/2} = n - 1`` (the published bound for p = inf has ``x e^{x+1} = n - 1``), attained
+      for odd n.
 
     Several heads as in :func:`~otattn.lipschitz.upper.published.kim2021_l2`.
 
@@ -218,6 +223,21 @@ def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact
     - x < 1: ``x (t-x)^2 / (2t-1-x) <= (2t-1) e^{x-t} + t^2 - 3t + 1`` suffices. For t >= 3 the left side increases on [0, 1] to
       ``(t-1)/2``, at most ``t^2 - 3t + 1``; below, right less left grows with t, and at t = 2.74 ten intervals of x show it.
 
+    *One row.* For p = inf and ``|e_j| <= 1``, with ``sigma_j = s_j - m``, ``<u, d m_i> <= P_ii + sum_{j != i} P_ij (b_j +
+    2 |sigma_j| r_j)``, as ``C_i u = sum_j P_ij sigma_j y_j``. With ``4 m`` times the definition of m added, this is at most R if
+    for each other token ``kappa (h - R) <= R - 1 + 4 m^2``, where ``h = b + 2 |sigma| r + 4 m s - 4 m^2`` and ``b^2 = 1 -
+    4 m sigma + 4 sigma^2 (r^2 - 1)``. R is the maximum over x of ``1 + p (4 x - 2)``, ``p = kappa / (1 + kappa)``, so ``kappa
+    (4 r^2 - 1 - R) <= R - 1``, and ``h <= 4 r^2 - 1`` suffices.
+
+    - ``r^2 >= 1 + m^2``: b is convex in s, and at ``s = +-r`` h is ``4 r^2 - 1 - 4 m^2``.
+    - ``r^2 < 1 + m^2``, ``sigma < 0``: ``b <= 1 + 2 m |sigma|``, so ``h <= 1 + 2 |sigma| (r - m) <= 1 + 2 r^2``.
+    - ``r^2 < 1 + m^2``, ``sigma >= 0``: ``sigma <= r - m < 1/(r + m)``, so ``sigma (r^2 - 1) <= m``, ``b <= 1``, and ``h <= 1 +
+      2 (r - m)(r + 2 m) <= 1 + (9/4) r^2``.
+
+    The last two are at most ``4 r^2 - 1`` for ``x = r^2 >= 8/7``. Below, ``1 + (9/4) x p(x) <= R`` suffices. Up to ``x = tau_n +
+    1``, which is beyond 8/7, ``x p`` increases: for ``x <= 1`` take ``(9/4) p(1) <= 3 p(5/4) <= R - 1``, beyond it ``(18/7) p(8/7) <=
+    4 p(3/2) <= R - 1``, by ``p(y) / p(x) >= (1 + e^x) / (1 + e^y)``. A causal mask leaves fewer others in each row.
+
     Examples
     --------
     >>> import numpy as np
@@ -229,9 +249,10 @@ def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact
     variance, t = largest_variance(n), _double_root(n)
     row = math.sqrt(1.0 + max(4.0 * t * (t - 3.0) + 4.0, 0.0))
     columns = 0.5 * (1.0 + 1.0 / n) * math.log(n + 1) - math.log(2.0)
-    size = tied_norms(attention, exact=exact)
-    value = log(size) + math.log(up(row * math.exp(columns / p) + 2.0 * variance))
-    details = {"row": row, "column_sum": math.exp(columns), "variance": variance}
+    rows = 4.0 * up(float(lambertw((n - 1) * math.exp(-1.5)).real)) + 1.0
+    constant = rows if math.isinf(p) else row * math.exp(columns / p) + 2.0 * variance
+    value = log(tied_norms(attention, exact=exact)) + math.log(up(constant))
+    details = {"row": row, "column_sum": math.exp(columns), "variance": variance, "rows": rows}
     return outward(lift(value) if exact else value, "l2_tied_bound", domain, n, p, details)
 
 

@@ -69,6 +69,33 @@ def test_the_row_is_attained_by_two_heaps(others: int) -> None:
     assert allowed["variance"] * (1.0 - 1e-4) < found[2] <= allowed["variance"]
 
 
+@pytest.mark.parametrize("n", [3, 5, 9])
+def test_the_constant_of_one_row_is_exact(n: int) -> None:
+    """p = inf: the derivative of the middle token, summed over directions that all align, at two heaps."""
+    bound, best = tied(n, math.inf), 0.0
+    for r in np.sqrt(np.linspace(1.0, 4.0, 601)):
+        X = np.r_[0.0, np.full(n // 2, r), np.full(n // 2, -r)][:, None]
+        J = oa.L2Attention([[1.0]], [[1.0]], [[1.0]]).jacobian(X).to_dense()
+        best = max(best, float(np.abs(J).sum(axis=1).max()))
+    assert bound.value * (1.0 - 1e-5) < best <= bound.value
+    masked = oa.MaskedAttention(oa.L2Attention(np.eye(2), np.eye(2), np.eye(2)))
+    assert bounds.l2_tied_bound(masked, n=n, p=math.inf).value == bound.value
+
+
+def test_the_inequality_of_one_row() -> None:
+    """``kappa (h - R) <= R - 1 + 4 m^2`` at random r, s, m."""
+    rng = np.random.default_rng(0)
+    for n in COUNTS:
+        R = tied(n, math.inf).details["rows"]
+        r = rng.uniform(0.0, 6.0, 20_000) * rng.choice([0.3, 1.0], 20_000)
+        s = r * np.clip(rng.uniform(-1.2, 1.2, 20_000), -1.0, 1.0)
+        m = rng.uniform(0.0, 4.0, 20_000) * rng.choice([0.1, 1.0], 20_000)
+        sigma = s - m
+        b = np.sqrt(np.maximum(1.0 - 4.0 * m * sigma + 4.0 * np.square(sigma) * (np.square(r) - 1.0), 0.0))
+        h = b + 2.0 * np.abs(sigma) * r + 4.0 * m * s - 4.0 * np.square(m)
+        assert ((n - 1) * np.exp(-np.square(r)) * (h - R) <= R - 1.0 + 4.0 * np.square(m)).all(), n
+
+
 def test_the_inequality_of_the_rows() -> None:
     """The last display of the proof, in intervals over cells of ``x = r^2``, for many n."""
     for n in COUNTS:
@@ -126,7 +153,7 @@ def test_proof_in_balls(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        (oa.MaskedAttention(oa.L2Attention([[1.0]], [[1.0]], [[1.0]])), "column sums grow"),
+        (oa.MaskedAttention(oa.L2Attention([[1.0]], [[1.0]], [[1.0]])), "covered for p = inf only"),
         (oa.L2Attention([[1.0]], [[2.0]], [[1.0]]), "tied keys"),
         (oa.L2Attention([[1.0, 0.0]], [[1.0, 0.0]], np.eye(2)), "factor through the queries"),
         (oa.SoftmaxAttention([[1.0]], [[1.0]]), "L2Attention"),
