@@ -6,6 +6,8 @@ import importlib
 import inspect
 import pkgutil
 import shutil
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def write(folder: Path) -> None:
         put(folder / "reference" / f"{subject}.rst", reference(subject, names))
     put(folder / "theory" / "statements.rst", statements())
     put(folder / "theory" / "proofs.rst", proofs())
+    put(folder / "theory" / "seeds.rst", seeds_page())
     for old in (folder / "theory" / "proofs").glob("*.rst"):  # of modules that are no more
         if old.stem not in proof_modules():
             old.unlink()
@@ -166,6 +169,49 @@ def tightness() -> dict[str, str]:
         if len(cells) > 3 and cells[0] in {record.key for record in catalogue()}:
             found.setdefault(cells[0], []).extend(float(cell) for cell in cells[3:] if cell)
     return {key: f"{min(values):.3g} to {max(values):.3g}" for key, values in found.items()}
+
+
+def seeds() -> list[Any]:
+    """The rows that the tests of ``tests/seeds`` check."""
+    folder = ROOT / "tests" / "seeds"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    records = importlib.import_module("seed")
+    for module in records.PARTS:
+        importlib.import_module(module)
+    return sorted(records.SEEDS, key=lambda row: list(records.PARTS.values()).index(row.part))
+
+
+def seeds_page() -> str:
+    """What the papers say: one table a part, each row a test."""
+    rows, papers = seeds(), importlib.import_module("seed").PAPERS
+    count = Counter(row.verdict for row in rows)
+    said = ", ".join(
+        f"{count[verdict]} {verdict}" for verdict in importlib.import_module("seed").VERDICTS if count[verdict]
+    )
+    text = heading("What the papers say, statement by statement", "=") + (
+        f"\n{len(rows)} statements and experiments of the papers that this package comes from: {said}. Each row is a test in\n"
+        "``tests/seeds``, which computes the value that is printed here and fails where the verdict is wrong; where no theorem's\n"
+        "number is given, we know the statement, not its number. Counterexamples are in :doc:`papers`.\n"
+    )
+    for part in dict.fromkeys(row.part for row in rows):
+        text += f"\n{heading(part, '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 40 14 22 16 8\n\n"
+        text += "   * - Statement\n     - Source\n     - Verdict\n     - Function\n     - Story\n"
+        text += "".join(seed_row(row) for row in rows if row.part == part)
+    return text + f"\n{heading('References', '-')}\n" + "".join(f"- {who}, *{what}*\n" for who, what in papers.items())
+
+
+def seed_row(row: Any) -> str:
+    """One row of the table."""
+    said = f"{row.statement}\n\n{row.remark}".strip().replace("\n", "\n       ")
+    verdict = f"**{row.verdict}**" + (f": {escaped(row.value)}" if row.value else "")
+    functions = ", ".join(f":obj:`~{name}`" for name in row.functions)
+    story = row.story and row.story.removesuffix(".py")
+    told = f":doc:`{story.removeprefix('plot_').replace('_', ' ')} <../gallery/{story}>`" if story else ""
+    return (
+        f"   * - .. _seed-{row.key.replace('_', '-')}:\n\n       {said}\n     - {escaped(row.source)}\n"
+        f"     - {verdict}\n     - {functions}\n     - {told}\n"
+    ).replace("       \n", "\n")
 
 
 def escaped(text: str) -> str:
