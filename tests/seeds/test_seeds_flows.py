@@ -76,7 +76,7 @@ def test_parameters_that_depend_on_depth() -> float:
     return np.log(growth)
 
 
-@seed(f"{CACP25}; {GLPR23}", "agrees", "otattn.mean_field_limit", value="rate 0.4")
+@seed(f"{CACP25}; {GLPR23}", "agrees", "otattn.mean_field_limit", value="rate 0.4", slow=True)
 def test_mean_field_limit() -> float:
     """The PDE is the mean-field limit of the particles: flows of n tokens of a law tend to the flow of the law.
 

@@ -17,7 +17,7 @@ def differences(f, X, h=1e-5):
     return np.stack([(f(X + step) - f(X - step)).ravel() / (2 * h) for step in steps], axis=1)
 
 
-@seed(f"{CAP24}; {KPM21}", "agrees", "otattn.operators.JacobianOperator")
+@seed(f"{CAP24}; {KPM21}", "agrees", "otattn.JacobianOperator")
 def test_jacobian() -> None:
     """``(D_X f eps)_i = V sum_j P_ij (eps_j + (x_j - m_i) <A x_i, eps_j>) + V C_i A eps_i``, m_i and C_i the mean and
     covariance of row i.

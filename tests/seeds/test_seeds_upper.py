@@ -31,7 +31,8 @@ def test_discrete_upper_bound() -> float:
     np.testing.assert_allclose(bound, np.sqrt(3 * (3.0**4 * (4 * 8 + 1) + 8)), rtol=1e-10)
     assert steepest(ANTIPODAL, 8, 3.0) <= bound
     for attention in (ANTIPODAL, oa.SoftmaxAttention(GENERIC, GENERIC)):
-        low = oa.lipschitz_lower_bound(attention, radius=1.5, n=8).value
+        tokens = oa.adversarial_tokens(attention, n=8, radius=1.5, method="two-anchor")
+        low = oa.local_lipschitz(attention, tokens).value
         assert low <= oa.bounds.castin2024_discrete(attention, radius=1.5, n=8).value
     return bound
 
@@ -42,6 +43,7 @@ def test_discrete_upper_bound() -> float:
     "otattn.enclose_lipschitz",
     story="plot_enclosure.py",
     value="published 4.9, ours 1.03 times a witness",
+    slow=True,
 )
 def test_the_discrete_bound_is_tight_up_to_a_factor() -> tuple[float, float]:
     """The bound ``~ R^2 sqrt(n)`` is tight up to a constant factor while n is not too large.

@@ -1,0 +1,59 @@
+"""Attention of n tokens against attention of the law that they are drawn from."""
+
+import functools
+
+import numpy as np
+from seed import BLPV25, seed
+
+import otattn as oa
+
+HEAD, LAW = oa.SoftmaxAttention([[1.0]], [[1.0]]), oa.GaussianMeasure([0.0], [[1.0]])
+
+
+@functools.cache
+def study() -> oa.SampleComplexity:
+    return oa.sample_complexity(HEAD, LAW, [64, 512, 4096], radius=[0.5, 8.0], samples=24, rng=0)
+
+
+@seed(BLPV25, "agrees", "otattn.sample_complexity", value="n^-0.56, standard error 0.04", slow=True)
+def test_uniform_rate() -> tuple[float, float]:
+    """``E sup_{|x| <= R} |Gamma_{mu_n}(x) - Gamma_mu(x)| <= C(R) / sqrt(n)``.
+
+    Printed: the exponent for N(0, 1) and R = 0.5.
+    """
+    low, high = study().fit(0).interval()
+    assert low < -0.5 < high
+    return study().fit(0).exponent, study().fit(0).standard_error
+
+
+@seed(BLPV25, "agrees", "otattn.sample_complexity", value="C = 1.27 at R = 0.5, 1.2e+04 at R = 4", slow=True)
+def test_constant_of_the_rate() -> tuple[float, ...]:
+    """C(R) grows exponentially (for Gaussians with ``R^2``).
+
+    Printed: the constant of the central limit theorem, ``e^{s/2} sqrt(1 + s)``, ``s = R^2``.
+    """
+    found = oa.sample_complexity(HEAD, LAW, [2, 4], radius=[0.5, 4.0], samples=1, rng=0)
+    s = found.spreads
+    np.testing.assert_allclose(found.constants, np.exp(s / 2) * np.sqrt(1 + s), rtol=1e-6)
+    return found.constants[0], 0.5, found.constants[1], 4.0
+
+
+@seed(BLPV25, "agrees", "otattn.sample_complexity", value="n^-0.06", slow=True)
+def test_hardmax_rate() -> float:
+    """Where softmax approaches hardmax the rate is logarithmic.
+
+    Printed: the exponent at R = 8; below ``e^{R^2 / 2}`` tokens one of them holds all the weight.
+    """
+    assert study().regimes[1] == ["hardmax"] * 3
+    return study().fit(1).exponent
+
+
+@seed(BLPV25, "agrees", "otattn.sample_complexity", value="n^-0.39", slow=True)
+def test_rate_of_moments() -> float:
+    """Moments of ``F(mu_n)`` converge at a rate ``C'(R) / n^beta``, beta < 1/2.
+
+    Printed: the exponent of the mean for N(0, 1), with a standard error of 0.1.
+    """
+    found = study().mean_fit()
+    assert found.standard_error < 0.15
+    return found.exponent
