@@ -190,9 +190,9 @@ def seeds_page() -> str:
         f"{count[verdict]} {verdict}" for verdict in importlib.import_module("seed").VERDICTS if count[verdict]
     )
     text = heading("What the papers say, statement by statement", "=") + (
-        f"\n{len(rows)} statements and experiments of the papers that this package comes from: {said}. Each row is a test in\n"
-        "``tests/seeds``, which computes the value that is printed here and fails where the verdict is wrong; where no theorem's\n"
-        "number is given, we know the statement, not its number. Counterexamples are in :doc:`papers`.\n"
+        f"\n{len(rows)} statements and experiments of the papers that this package comes from ({said}).\n"
+        "Each row is a test in ``tests/seeds``: it computes the value that stands here and fails where the verdict is wrong. Where\n"
+        "no theorem's number is given, we know the statement and not its number. Counterexamples are in :doc:`papers`.\n"
     )
     for part in dict.fromkeys(row.part for row in rows):
         text += f"\n{heading(part, '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 40 14 22 16 8\n\n"

@@ -27,7 +27,7 @@ def test_polytope() -> tuple[int, int]:
     """``V = I``, A positive definite: the rescaled tokens ``e^{-t} x_i(t)`` tend to the boundary of a convex polytope or
     to 0, most of them to its corners.
 
-    Printed: 20 tokens of the plane.
+    Value: 20 tokens of the plane.
     """
     tokens = RNG(0).standard_normal((20, 2))
     path = oa.flow(
@@ -46,7 +46,7 @@ def test_boolean_attention_on_the_line() -> tuple[int, ...]:
     """d = 1, V > 0, A > 0: the attention matrix tends to one of low rank, whose rows are unit vectors of the first or last
     token, but for one row at most.
 
-    Printed: how many rows of ten tokens are not, at t = 5.
+    Value: how many rows of ten tokens are not, at t = 5.
     """
     tokens = np.sort(RNG(0).standard_normal(10))[:, None]
     end = oa.flow(oa.SoftmaxAttention([[1.0]], [[1.0]]), tokens, t_span=(0.0, 5.0), rtol=1e-8).points[-1]
@@ -64,7 +64,7 @@ def test_hyperplanes() -> tuple[int, int]:
     """V with a simple largest eigenvalue > 0 and ``<A v, v> > 0`` along its eigenvector v: the rescaled tokens tend to at
     most three parallel hyperplanes.
 
-    Printed: how many different coordinates 16 tokens of R^3 have in the end.
+    Value: how many different coordinates 16 tokens of R^3 have in the end.
     """
     form, values = np.diag([1.0, 0.5, 0.5]), np.diag([1.0, -0.5, -0.25])
     tokens = RNG(1).standard_normal((16, 3))
@@ -79,8 +79,8 @@ def test_hyperplanes() -> tuple[int, int]:
 def test_collapse_for_v_minus_identity() -> float:
     """``V = -I``, ``A = I``: the tokens, not rescaled, tend to 0.
 
-    Slowly, as the covariance does. Printed: the exponent of their largest norm between t = 100 and 400, ten tokens of
-    the plane.
+    Slowly, as the covariance does. Value: the exponent of their largest norm between t = 100 and 400, ten tokens of the
+    plane.
     """
     path = oa.flow(
         oa.SoftmaxAttention(np.eye(2), -np.eye(2)),
@@ -112,7 +112,7 @@ def test_leaders() -> None:
 def test_one_cluster_on_the_sphere() -> float:
     """On the sphere, ``A = beta I, V = I``, d >= 3: almost all tokens tend to one point.
 
-    Printed: the least cosine of 12 tokens in R^3 at t = 60, beta = 1.
+    Value: the least cosine of 12 tokens in R^3 at t = 60, beta = 1.
     """
     attention = oa.SoftmaxAttention(np.eye(3), np.eye(3))
     end = oa.flow(attention, on_sphere(12, 3, 0), t_span=(0.0, 60.0), normalization="sphere", rtol=1e-6).points[-1]
@@ -123,7 +123,7 @@ def test_one_cluster_on_the_sphere() -> float:
 def test_hemisphere() -> float:
     """Tokens of one open hemisphere (n <= d almost surely) gather exponentially fast.
 
-    Printed: the rate of their largest distance, ``A = I, V = I``.
+    Value: the rate of their largest distance, ``A = I, V = I``.
     """
     tokens = on_sphere(8, 3, 1)
     tokens[:, 0] = np.abs(tokens[:, 0]) + 0.1
@@ -146,7 +146,7 @@ def test_equiangular_tokens() -> float:
     """n = d orthogonal tokens stay equiangular: their cosine obeys ``c' = 2 e^{beta c} (1 - c) ((n-1) c + 1) / (e^beta +
     (n-1) e^{beta c})``.
 
-    Printed: the largest gap to that curve up to t = 6, beta = 2, n = 5.
+    Value: the largest gap to that curve up to t = 6, beta = 2, n = 5.
     """
     n, beta, times = 5, 2.0, np.linspace(0.0, 6.0, 7)
     path = oa.flow(
@@ -171,7 +171,7 @@ def test_equiangular_tokens() -> float:
 def test_metastability() -> tuple[int, int]:
     """For large beta tokens of the circle form several clusters first, which last long before they merge.
 
-    Printed: 24 tokens near three directions, beta = 9: clusters from t = 5 to 50, and for beta = 1 at t = 50.
+    Value: 24 tokens near three directions, beta = 9: clusters from t = 5 to 50, and for beta = 1 at t = 50.
     """
     angles = np.concatenate([c + 0.3 * RNG(k).standard_normal(8) for k, c in enumerate((0.0, 1.9, 3.9))])
     tokens = np.stack([np.cos(angles), np.sin(angles)], axis=1)
@@ -191,7 +191,7 @@ def test_phase_diagram_of_close_pairs() -> tuple[float, float]:
     """Phase diagram over (t, beta), tokens uniform on the circle: the share of close pairs is 1 for small beta and large
     t, and stays below for large beta.
 
-    Printed: the share of pairs with cosine above 0.999 at t = 30, n = 32, beta = 0.5 and 9.
+    Value: the share of pairs with cosine above 0.999 at t = 30, n = 32, beta = 0.5 and 9.
     """
     shares = []
     for beta in (0.5, 9.0):
@@ -224,7 +224,7 @@ def test_maximisers_of_the_energy() -> float:
     """If the largest eigenvalue of A is positive and the largest in size, Dirac masses at its unit eigenvectors maximise
     the energy over measures of the sphere; flows climb to them.
 
-    Printed: the energy at the end of a flow over ``e^{lambda} / 2``, ``A = V = diag(2, 1, -0.5)``.
+    Value: the energy at the end of a flow over ``e^{lambda} / 2``, ``A = V = diag(2, 1, -0.5)``.
     """
     form = np.diag([2.0, 1.0, -0.5])
     energy = oa.energies.ExponentialEnergy(form)
@@ -243,8 +243,8 @@ def test_maximisers_of_the_energy() -> float:
 def test_minimisers_of_the_energy() -> float:
     """``A = I``: the uniform measure of the sphere minimises the energy; flows with ``V = -I`` spread out.
 
-    Printed: the energy at the end of such a flow of six tokens of the circle, over that of the uniform measure,
-    ``I_0(1) / 2``.
+    Value: the energy at the end of such a flow of six tokens of the circle, over that of the uniform measure, ``I_0(1)
+    / 2``.
     """
     energy = oa.energies.ExponentialEnergy(np.eye(2))
     uniform = float(np.mean(np.exp(np.cos(2 * np.pi * np.arange(64) / 64)))) / 2

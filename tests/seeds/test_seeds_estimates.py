@@ -22,7 +22,7 @@ def proven(attention: oa.AttentionMap, passes: bool = True) -> None:
 def test_first_estimate() -> float:
     """Estimate 1: ``sup |Gamma_mu(x)| <= ||V|| R`` over measures and points of ``B_R``.
 
-    Printed: what an ascent finds over the bound, R = 2.
+    Value: what an ascent finds over the bound, R = 2.
     """
     found = oa.estimates(SOFTMAX, radius=2.0)
     np.testing.assert_allclose(found.value.value, 2.0 * np.linalg.norm(V, 2), rtol=1e-9)
@@ -34,7 +34,7 @@ def test_second_estimate() -> float:
     """Estimate 2: ``sup ||D_x Gamma_mu(x)|| <= ||V|| ||A|| R^2``, since ``D_x Gamma_mu(x) = V C A`` with C a covariance on
     ``B_R``.
 
-    Printed: the exact supremum over that bound.
+    Value: the exact supremum over that bound.
     """
     sharp = oa.estimates(SOFTMAX, radius=2.0).field.value
     rough = np.linalg.norm(V, 2) * np.linalg.norm(A, 2) * 4.0
@@ -52,8 +52,8 @@ def test_second_estimate() -> float:
 def test_third_estimate() -> tuple[float, ...]:
     """Estimate 3: ``mu -> Gamma_mu(x)`` is Lipschitz in W_p on measures of ``B_R``, uniformly for x in it.
 
-    Exact for p = inf and p = 1: ``||V|| sqrt(1 + t^2)`` and ``||V|| (1 + 2t) e^{2t}``, ``t = ||A|| R^2``. Printed: t =
-    3, ``V = I``.
+    Exact for p = inf and p = 1: ``||V|| sqrt(1 + t^2)`` and ``||V|| (1 + 2t) e^{2t}``, ``t = ||A|| R^2``. Value: t = 3,
+    ``V = I``.
     """
     attention = oa.SoftmaxAttention(3.0 * np.eye(2), np.eye(2))
     values = [oa.bounds.fixed_query_bound(attention, radius=1.0, p=p).value for p in (1.0, 2.0, np.inf)]
@@ -106,7 +106,7 @@ def test_sinkhorn_satisfies_the_estimates() -> None:
 def test_masked_satisfies_the_estimates() -> float:
     """So does masked attention, in the conditional W_p.
 
-    At time s estimate 3 carries ``theta([0, s])^{-1/p}``: early tokens see few. Printed: by how much the first of four
+    At time s estimate 3 carries ``theta([0, s])^{-1/p}``: early tokens see few. Value: by how much the first of four
     tokens is more sensitive than an average of four, p = 2.
     """
     found = oa.estimates(oa.MaskedAttention(SOFTMAX), radius=1.0, n=4)
@@ -121,8 +121,8 @@ def test_masked_satisfies_the_estimates() -> float:
 def test_sigmoid_satisfies_the_estimates() -> tuple[float, float]:
     """Sigmoid attention is among the variants that fail (a talk), or among those that are covered (the abstract)?
 
-    The abstract is right: nothing normalises the weights, but their mass is below one, so ``|Gamma| < ||V|| R``.
-    Printed: that mass at the query 0, and its bound.
+    The abstract is right: nothing normalises the weights, but their mass is below one, so ``|Gamma| < ||V|| R``. Value:
+    that mass at the query 0, and its bound.
     """
     proven(oa.SigmoidAttention(A, V))
     mass = oa.SigmoidAttention([[1.0]], [[1.0]])([[0.0]], [[1.0]])[0, 0]
@@ -136,7 +136,7 @@ def test_linear_attention_fails() -> float:
     """Linear attention fails the first estimate (``|Gamma|`` grows faster than R): ``x' = x^3`` for one token of the line,
     which leaves every ball.
 
-    Printed: the time from x = 1.
+    Value: the time from x = 1.
     """
     attention = oa.LinearAttention([[1.0]], [[1.0]])
     proven(attention, passes=False)
@@ -155,7 +155,7 @@ def test_relu_attention_fails() -> float:
 def test_exponential_attention_fails() -> float:
     """Unnormalised exponential attention fails it: ``x' = x e^{x^2}``.
 
-    Printed: the time from x = 1, which is ``E_1(1) / 2``.
+    Value: the time from x = 1, which is ``E_1(1) / 2``.
     """
     attention = oa.ExponentialAttention([[1.0]], [[1.0]])
     proven(attention, passes=False)
@@ -173,7 +173,7 @@ def test_exponential_attention_fails() -> float:
 def test_the_third_estimate_in_use() -> tuple[float, float]:
     """Estimate 3 says what attention loses when a measure is replaced by one of fewer atoms.
 
-    Printed: W_2 of the images of 40 tokens and of 8 merged atoms, and its proven bound.
+    Value: W_2 of the images of 40 tokens and of 8 merged atoms, and its proven bound.
     """
     tokens = np.random.default_rng(0).standard_normal((40, 2))
     bound = oa.compression_bound(SOFTMAX, tokens, oa.compress(tokens, 8, attention=SOFTMAX, rng=0))

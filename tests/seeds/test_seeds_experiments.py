@@ -26,8 +26,8 @@ def windows(count: int = 2) -> np.ndarray:
 def test_growth_on_text() -> float:
     """On text the local constant of trained heads grows like ``n^{1/4}``.
 
-    Printed: four heads of layer 3 of MiniLM on two windows of a novel, n = 8 to 64; 0.21 over its twelve heads up to n
-    = 128.
+    Value: four heads of layer 3 of MiniLM on two windows of a novel, n = 8 to 64; 0.21 over its twelve heads up to n =
+    128.
     """
     return (
         oa.local_growth(oa.load_sample().softmax_heads("growth")[:4], windows(), n_values=(8, 16, 32, 64))
@@ -48,7 +48,7 @@ def test_growth_on_text() -> float:
 def test_growth_at_adversarial_tokens() -> float:
     """At adversarial tokens of the same size it grows like ``sqrt(n)``.
 
-    Printed: head 0, n = 16 to 128.
+    Value: head 0, n = 16 to 128.
     """
     head = oa.load_sample().softmax_heads("adversarial")[0]
     radius = float(np.linalg.norm(windows(4), axis=2).max())
@@ -69,7 +69,7 @@ def test_growth_at_adversarial_tokens() -> float:
 def test_growth_by_layer() -> tuple[float, float, float]:
     """The growth ``n^{1/4}`` on text is that of the layers of trained BERT models.
 
-    Of all heads together; the layers differ, the first hardly grows. Printed: MiniLM, as the benchmark ``real_models``
+    Of all heads together; the layers differ, the first hardly grows. Value: MiniLM, as the benchmark ``real_models``
     measured it.
     """
     text = REAL.read_text(encoding="utf-8").partition("## SmolLM2")[0]
@@ -88,7 +88,7 @@ def test_growth_of_a_causal_model() -> tuple[float, float]:
     """A trained causal model grows like that, too (GPT-2).
 
     The weights of GPT-2 are not among those that we can get; SmolLM2 (causal, rotary) grows faster in late layers.
-    Printed: least and largest of its 30 layers, as the benchmark ``real_models`` measured them.
+    Value: least and largest of its 30 layers, as the benchmark ``real_models`` measured them.
     """
     text = REAL.read_text(encoding="utf-8").partition("## SmolLM2")[2]
     layers = [float(x) for x in re.findall(r"^\| \d+ \| (-?[\d.]+) ±", text, flags=re.MULTILINE)]
@@ -100,7 +100,7 @@ def test_growth_of_a_causal_model() -> tuple[float, float]:
 def test_radius_against_length() -> float:
     """With learned positions the largest norm R of n tokens grows with n.
 
-    Not behind LayerNorm, whose ellipsoid is the same for every n. Printed: exponent of the largest norm, n = 8 to 128.
+    Not behind LayerNorm, whose ellipsoid is the same for every n. Value: exponent of the largest norm, n = 8 to 128.
     """
     norms = np.linalg.norm(windows(4), axis=2)
     sizes = np.array([8, 16, 32, 64, 128])
@@ -112,8 +112,8 @@ def test_radius_against_length() -> float:
 def test_size_of_gamma_r_squared() -> tuple[float, float]:
     """``gamma R^2`` of trained heads is of the order 100 to 1000, so that the mean-field regime begins beyond any n.
 
-    Smaller on the sample, and still beyond: ``e^{2 gamma R^2} > 10^10``. Printed: least and largest of the twelve
-    heads, R the largest norm of a token.
+    Smaller on the sample, and still beyond: ``e^{2 gamma R^2} > 10^10``. Value: least and largest of the twelve heads,
+    R the largest norm of a token.
     """
     radius, found = float(np.linalg.norm(windows(4), axis=2).max()), []
     for head in oa.load_sample().softmax_heads("gamma"):
@@ -136,8 +136,8 @@ def test_size_of_gamma_r_squared() -> tuple[float, float]:
 def test_global_bounds_are_far_from_text() -> tuple[float, float]:
     """Global bounds are far above the local constant at real data, which is what robustness at that data depends on.
 
-    Printed: bounds over the local constant of head 0 at 64 tokens, global on the ball of the largest norm, and proven
-    at these tokens.
+    Value: bounds over the local constant of head 0 at 64 tokens, global on the ball of the largest norm, and proven at
+    these tokens.
     """
     head, tokens = oa.load_sample().softmax_heads("bounds")[0], windows()[0, :64]
     local = oa.local_lipschitz(head, tokens).particle
@@ -171,8 +171,8 @@ def test_robustness() -> None:
 def test_a_law_of_tokens_for_the_growth() -> tuple[float, float]:
     """Which law of the tokens explains the growth ``n^{1/4}``?
 
-    Not independent Gaussian tokens of the text's mean and covariance, which grow more slowly. Printed: four heads, n =
-    8 to 64.
+    Not independent Gaussian tokens of the text's mean and covariance, which grow more slowly. Value: four heads, n = 8
+    to 64.
     """
     heads, texts = oa.load_sample().softmax_heads("law")[:4], windows()
     tokens = oa.load_sample().hidden_states.reshape(-1, texts.shape[2])
@@ -190,8 +190,8 @@ def test_a_law_of_tokens_for_the_growth() -> tuple[float, float]:
 def test_training_makes_attention_doubly_stochastic() -> tuple[float, float]:
     """Row-stochastic attention matrices get close to doubly stochastic ones as training goes on.
 
-    We do not train the models of the paper. In a trained encoder of text they are far from it. Printed: least and
-    largest column sum of the twelve heads of the sample, 128 tokens.
+    We do not train the models of the paper. In a trained encoder of text they are far from it. Value: least and largest
+    column sum of the twelve heads of the sample, 128 tokens.
     """
     tokens, sums = windows()[0], []
     for head in oa.load_sample().softmax_heads("columns"):

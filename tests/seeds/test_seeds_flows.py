@@ -15,7 +15,7 @@ X = RNG(0).standard_normal((6, 2))
 def test_residual_networks_tend_to_the_flow() -> float:
     """A residual network ``x + Gamma_mu(x) / L`` tends to ``x_i' = Gamma_mu(x_i)`` as L grows.
 
-    Printed: the order in ``1/L``.
+    Value: the order in ``1/L``.
     """
     return oa.depth_convergence(SOFTMAX, X, depths=[50, 100, 200]).order
 
@@ -25,7 +25,7 @@ def test_support_grows_at_most_exponentially() -> float:
     """For compact supports the Transformer PDE is well-posed for all times; the support stays in the ball of radius ``R_0
     e^{t ||V||}``.
 
-    Printed: the largest radius over that bound at t = 1.5 (any of the normalised variants stays below).
+    Value: the largest radius over that bound at t = 1.5 (any of the normalised variants stays below).
     """
     bound = oa.flow_radius_bound(SOFTMAX, float(np.linalg.norm(X, axis=1).max()), [1.5])[0]
     kinds = (
@@ -44,8 +44,8 @@ def test_support_grows_at_most_exponentially() -> float:
 def test_stability_in_time() -> float:
     """``W_p(mu_t, nu_t) <= C(t) W_p(mu_0, nu_0)``, C double exponential in t through the radius, for every p: Gronwall.
 
-    Printed, for p = 2: the bound from the printed constants over the one from ours, at t = 0.3, for measured ratios
-    below both.
+    Value, for p = 2: the bound from the printed constants over the one from ours, at t = 0.3, for measured ratios below
+    both.
     """
     Y, found = X + 0.1 * RNG(1).standard_normal(X.shape), 0.0
     for p in (1.0, 2.0, np.inf):
@@ -63,7 +63,7 @@ def test_stability_in_time() -> float:
 def test_parameters_that_depend_on_depth() -> float:
     """All of this holds for parameters ``A(t), V(t)`` that depend on time.
 
-    Printed: growth of one token under ``V(t) = 1 + t`` up to t = 1, as an exponent.
+    Value: growth of one token under ``V(t) = 1 + t`` up to t = 1, as an exponent.
     """
 
     def layers(t: float) -> oa.SoftmaxAttention:
@@ -80,7 +80,7 @@ def test_parameters_that_depend_on_depth() -> float:
 def test_mean_field_limit() -> float:
     """The PDE is the mean-field limit of the particles: flows of n tokens of a law tend to the flow of the law.
 
-    Printed: the rate in n for a Gaussian law of the line.
+    Value: the rate in n for a Gaussian law of the line.
     """
     found = oa.mean_field_limit(
         oa.SoftmaxAttention([[1.0]], [[-1.0]]),

@@ -121,7 +121,7 @@ def test_closed_form() -> float:
     """If V commutes with ``H = VA + A^T V^T`` and with ``Sigma_0``: ``Sigma(t) = (Sigma_0^{-1} - t H)^{-1}``, up to the
     time ``1 / lambda_max(Sigma_0^{1/2} H Sigma_0^{1/2})`` if that is positive, else for all times.
 
-    Printed: that time for ``A = V = 1``, ``Sigma_0 = 2``.
+    Value: that time for ``A = V = 1``, ``Sigma_0 = 2``.
     """
     form = np.array([[1.0, 0.4], [0.4, -0.7]])
     attention = oa.SoftmaxAttention(form, np.eye(2))
@@ -138,7 +138,7 @@ def test_closed_form() -> float:
 def test_blow_up_in_finite_time() -> float:
     """Softmax flows of Gaussians may blow up in finite time.
 
-    Printed: the time that the integration finds for ``Sigma' = 2 Sigma^2``, ``Sigma_0 = 2`` (exact: a quarter).
+    Value: the time that the integration finds for ``Sigma' = 2 Sigma^2``, ``Sigma_0 = 2`` (exact: a quarter).
     """
     path = oa.gaussian_flow(
         oa.SoftmaxAttention([[1.0]], [[1.0]]), oa.GaussianMeasure([0.0], [[2.0]]), t_span=(0.0, 1.0)
@@ -164,7 +164,7 @@ def test_multi_head_blows_up() -> None:
 def test_l2_never_blows_up() -> float:
     """Under L2 attention nothing blows up in finite time: the covariance may diverge, at most exponentially.
 
-    Printed: the rate of the trace between t = 20 and 30, ``V = K = I``, ``Q = diag(1, 1/2)``; 2 at most.
+    Value: the rate of the trace between t = 20 and 30, ``V = K = I``, ``Q = diag(1, 1/2)``; 2 at most.
     """
     attention = oa.L2Attention(np.diag([1.0, 0.5]), np.eye(2), np.eye(2))
     path = oa.gaussian_flow(attention, GAUSSIAN, t_span=(0.0, 30.0), t_eval=[20.0, 30.0])
@@ -176,7 +176,7 @@ def test_l2_never_blows_up() -> float:
 def test_sinkhorn_never_blows_up() -> float:
     """Nor under Sinkhorn attention: ``|M| <= 1`` in ``Gamma(x) = V (alpha + M (x - alpha))``.
 
-    Printed: the rate of the trace between t = 10 and 20, ``A = V = I``, which is 2 for large covariances.
+    Value: the rate of the trace between t = 10 and 20, ``A = V = I``, which is 2 for large covariances.
     """
     attention = oa.SinkhornAttention(np.eye(2), np.eye(2))
     path = oa.gaussian_flow(attention, GAUSSIAN, t_span=(0.0, 20.0), t_eval=[10.0, 20.0])
@@ -215,8 +215,8 @@ def test_heat_limit_of_sinkhorn_attention() -> tuple[float, float]:
     """As ``A = I / eps`` and ``eps -> 0`` Sinkhorn attention operates a heat diffusion: ``(x - Gamma_mu(x)) / eps`` tends
     to ``-(1/2) grad log mu``.
 
-    On N(0, 1), where ``grad log mu = -x``. Printed: ``(Gamma_mu(x) - x) / (eps x)`` at eps = 1e-4, and the same for
-    rows of ``e^{-|x-y|^2 / 2 eps}`` normalised once.
+    On N(0, 1), where ``grad log mu = -x``. Value: ``(Gamma_mu(x) - x) / (eps x)`` at eps = 1e-4, and the same for rows
+    of ``e^{-|x-y|^2 / 2 eps}`` normalised once.
     """
     eps, gaussian = 1e-4, oa.GaussianMeasure([0.0], [[1.0]])
     K = [[1 / np.sqrt(2 * eps)]]

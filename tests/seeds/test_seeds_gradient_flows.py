@@ -88,12 +88,12 @@ def test_other_kernels_are_wasserstein_gradient_flows() -> None:
         wasserstein_gradient(variant)
 
 
-@seed(CACP25, "differs", "otattn.check_gradient_flow", "otattn.bures_closedness", story=STORY)
+@seed(CACP25, "open", "otattn.check_gradient_flow", "otattn.bures_closedness", story=STORY)
 def test_l2_and_gradient_flows() -> None:
-    """L2 attention and gradient flows.
+    """Is L2 attention a gradient flow?
 
-    In general there is none, twisted or not. With tied queries and keys and ``V = Q^T K`` there is one on centred
-    Gaussians only.
+    We know of no statement. In general it is none, twisted or not; with tied queries and keys and ``V = Q^T K`` it is
+    one on centred Gaussians only.
     """
     report = table().report("L2, Q = K", "V = Q^T K")
     assert report.verdict == "gradient flow on centred Gaussians"
@@ -150,7 +150,7 @@ def test_energy_dissipation() -> None:
 def test_energies_are_not_displacement_convex() -> float:
     """The energies of attention are not displacement convex in general.
 
-    Printed: the second derivative along a geodesic in units of W_2^2, Sinkhorn energy of ``A = diag(1, -3)``. All seven
+    Value: the second derivative along a geodesic in units of W_2^2, Sinkhorn energy of ``A = diag(1, -3)``. All seven
     energies bend down somewhere for ``A = diag(1, -1)`` (the story).
     """
     energy = oa.energies.SinkhornEnergy(np.diag([1.0, -3.0]))

@@ -35,7 +35,7 @@ def test_pattern_zero() -> None:
 def test_pattern_line() -> tuple[float, float]:
     """Convergence to a line: the limits are the multiples of one covariance of rank 1.
 
-    ``V = I``, ``A = diag(-1, 0)``: ``diag(0, b - c^2 / a)`` from rows (a, c), (c, b). Printed: from a = 1, b = 0.6, c =
+    ``V = I``, ``A = diag(-1, 0)``: ``diag(0, b - c^2 / a)`` from rows (a, c), (c, b). Value: from a = 1, b = 0.6, c =
     0.3.
     """
     found = limit(np.diag([-1.0, 0.0]), np.eye(2)).covariance
@@ -90,7 +90,7 @@ def test_pattern_two_lines() -> tuple[float, float]:
 def test_mixed_disc() -> tuple[int, int]:
     """The same parameters let most starts converge and some blow up in finite time (published: 83 and 5).
 
-    Printed: of 44 random starts, ``V = diag(1, 0)``, ``A = [[0.2, 1], [-1, -1]]`` (parameters and starts are ours).
+    Value: of 44 random starts, ``V = diag(1, 0)``, ``A = [[0.2, 1], [-1, -1]]`` (parameters and starts are ours).
     """
     roots = RNG(0).standard_normal((44, 2, 2))
     starts = roots @ roots.transpose(0, 2, 1)
@@ -125,7 +125,7 @@ def test_blow_up_degenerates() -> None:
 def test_l2_divergence_degenerates() -> float:
     """Under L2 attention covariances diverge without blow-up, and their shapes tend to rank 1 as well.
 
-    Printed: share of the largest eigenvalue at t = 20, ``Q = diag(1, 1/2)``, ``V = K = I``.
+    Value: share of the largest eigenvalue at t = 20, ``Q = diag(1, 1/2)``, ``V = K = I``.
     """
     attention = oa.L2Attention(np.diag([1.0, 0.5]), np.eye(2), np.eye(2))
     path = oa.gaussian_flow(attention, oa.GaussianMeasure([0.0, 0.0], START), t_span=(0.0, 20.0))
@@ -144,7 +144,7 @@ def test_limits_have_low_rank() -> tuple[int, int]:
     """``V = I``, A symmetric: a finite limit has ``Sigma A Sigma = 0``, so its rank is at most ``dim ker A +
     min(#positive, #negative)``, d/2 for invertible A.
 
-    Printed: the rank and that bound for ``A = diag(0, 0, -1, -2)``.
+    Value: the rank and that bound for ``A = diag(0, 0, -1, -2)``.
     """
     F = RNG(0).standard_normal((4, 4))
     form = np.diag([0.0, 0.0, -1.0, -2.0])
@@ -182,7 +182,7 @@ def test_ranks_of_limits() -> tuple[int, ...]:
 def test_ranks_of_l2_limits() -> int:
     """L2 attention with the same law has limits of low rank too.
 
-    Printed: the only rank that occurs for d = 4, five draws.
+    Value: the only rank that occurs for d = 4, five draws.
     """
     (rank,) = set(oa.limit_rank_histogram("l2", law="published", dim=4, draws=5, rng=0).ranks)
     return int(rank)
@@ -192,7 +192,7 @@ def test_ranks_of_l2_limits() -> int:
 def test_ranks_of_multi_head_limits() -> int:
     """Several heads leave less: rank ``max(d - H floor(d/2), 0)`` for H heads of that law.
 
-    Printed: the only rank for d = 3 and two heads, three draws.
+    Value: the only rank for d = 3 and two heads, three draws.
     """
     (rank,) = set(oa.limit_rank_histogram(law="published", dim=3, draws=3, heads=2, rng=0).ranks)
     return int(rank)
@@ -210,7 +210,7 @@ def test_ranks_for_random_values() -> tuple[int, int]:
     """For random V the limits have rank at most d/2 as well, numerically.
 
     Not for an indefinite A: with the signs of a symmetric A of rank 2 random, finite limits of rank 3 occur in
-    dimension 4; the bound there is ``dim ker A + min(#positive, #negative)``. Printed: the largest rank of a finite
+    dimension 4; the bound there is ``dim ker A + min(#positive, #negative)``. Value: the largest rank of a finite
     limit.
     """
     found = oa.limit_rank_histogram(dim=4, draws=12, value="random", symmetric=True, rng=0)

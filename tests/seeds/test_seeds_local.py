@@ -72,12 +72,12 @@ def test_repeated_tokens_change_nothing() -> None:
     np.testing.assert_allclose(once.value, max(once.particle, once.splitting), rtol=1e-12)
 
 
-@seed(CAP24, "differs", "otattn.local_lipschitz", value="0 for f, 1 for F")
+@seed(CAP24, "agrees", "otattn.local_lipschitz", value="0 for f, 1 for F")
 def test_splitting() -> tuple[float, float]:
     """The mean-field constant restricted to n equal atoms is that of f on n tokens.
 
-    For n fixed. Near one measure that may split there is a second part, ``max_i ||D_x Gamma_mu(x_i)||``, which f does
-    not see: linear attention with a skew A at one token.
+    For n fixed: near one measure that may split there is a second part, ``max_i ||D_x Gamma_mu(x_i)||``, which f does
+    not see. Value: linear attention with a skew A at one token.
     """
     local = oa.local_lipschitz(oa.LinearAttention([[0.0, 1.0], [-1.0, 0.0]], np.eye(2)), [[1.0, 0.0]])
     return local.particle, local.value
@@ -94,7 +94,7 @@ def test_large_radius() -> float:
     """n fixed, almost every X: as R grows, ``Lip_{RX} -> ||V|| sqrt(k)``, k the largest number of rows with the same
     largest logit; every image becomes ``V x_{m_i}``.
 
-    Printed: the constant of 8 tokens at R = 30, for ``||V|| = 1``; seven rows select one token.
+    Value: the constant of 8 tokens at R = 30, for ``||V|| = 1``; seven rows select one token.
     """
     attention, tokens = oa.SoftmaxAttention(A, np.eye(2)), RNG(3).standard_normal((8, 2))
     limit = oa.bounds.castin2024_large_radius(attention, tokens)
@@ -117,7 +117,7 @@ def test_layer_norm_is_not_lipschitz_near_equal_coordinates() -> float:
     """LayerNorm itself has no global constant: at tokens of size s its derivative is of size ``1/s``, and so is that of
     attention behind it.
 
-    Printed: the exponent of s.
+    Value: the exponent of s.
     """
     behind = oa.Compose(oa.LayerNorm(np.ones(3), np.zeros(3), eps=0.0), oa.SoftmaxAttention(np.eye(3), np.eye(3)))
     tokens = RNG(0).standard_normal((5, 3))

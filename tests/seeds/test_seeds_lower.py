@@ -13,7 +13,7 @@ def test_discrete_lower_bound() -> float:
     """``V = I``: ``Lip(f on B_R^n) >= sqrt(n-1) / (1 + (n-1) e^{-2 R^2 gamma})``, ``gamma = max(-gamma_min, gamma_max /
     8)`` over the real eigenvalues of A.
 
-    Printed: ``A = -I, R = 4, n = 32``.
+    Value: ``A = -I, R = 4, n = 32``.
     """
     for attention in (ANTIPODAL, ALIGNED, oa.SoftmaxAttention([[1.0, 0.5], [-0.3, -0.8]], np.eye(2))):
         for radius, n in ((0.5, 2), (1.5, 8), (3.0, 50)):
@@ -42,7 +42,7 @@ def test_witnesses_of_the_lower_bound() -> None:
 def test_square_root_growth() -> float:
     """At adversarial tokens the local constant grows like ``sqrt(n)``, as long as n is small against ``e^{2 gamma R^2}``.
 
-    Printed: the exponent between n = 100 and 10,000 at the published witness, R = 4.
+    Value: the exponent between n = 100 and 10,000 at the published witness, R = 4.
     """
     found = [
         oa.local_lipschitz(
@@ -57,8 +57,8 @@ def test_square_root_growth() -> float:
 def test_the_published_witnesses_miss_the_factor_r_squared() -> tuple[float, float]:
     """The printed witnesses show that the order ``sqrt(n)`` of the upper bound is right.
 
-    Of ``R^2 sqrt(n)`` they show ``sqrt(n)``; two anchors across the gradient of a cluster show the whole. Printed: ``A
-    = -I, V = I, R = 4, n = 32``.
+    Of ``R^2 sqrt(n)`` they show ``sqrt(n)``; two anchors across the gradient of a cluster show the whole. Value: ``A =
+    -I, V = I, R = 4, n = 32``.
     """
     published = oa.bounds.castin2024_discrete_lower(ANTIPODAL, radius=4.0, n=32).value
     tokens = oa.adversarial_tokens(ANTIPODAL, n=32, radius=4.0, method="two-anchor")
@@ -70,7 +70,7 @@ def test_the_published_witnesses_miss_the_factor_r_squared() -> tuple[float, flo
 def test_mean_field_lower_bound() -> tuple[float, float]:
     """``V = I``: ``W_2-Lip(F on P(B_R)) >= (gamma / 2) R^2 e^{gamma R^2}`` for large R.
 
-    It holds for every R. Printed: the rates in ``R^2``, ``A = -I`` and ``A = I``.
+    It holds for every R. Value: the rates in ``R^2``, ``A = -I`` and ``A = I``.
     """
     rates = []
     for attention in (ANTIPODAL, ALIGNED):
@@ -89,7 +89,7 @@ def test_mean_field_lower_bound() -> tuple[float, float]:
 def test_mean_field_witness() -> float:
     """It is approached at ``p delta_{Ru} + (1 - p) delta_{-Ru}``, ``p = e^{-2 gamma R^2}``: two atoms, one of them light.
 
-    Printed: its place is within the factor ``1 + 2s(1 - p)/(2 - p)`` of the bound; the local constant over that formula
+    Value: its place is within the factor ``1 + 2s(1 - p)/(2 - p)`` of the bound; the local constant over that formula
     at s = 4.
     """
     s = 4.0
@@ -107,7 +107,7 @@ def test_where_the_growth_ends() -> tuple[float, float]:
     """The growth ends at n of the order ``e^{2 gamma R^2}``: there, with equal atoms, the rate ``e^{gamma R^2}`` of all
     measures is reached.
 
-    Printed: the largest value of the lower bound over n at R = 1.5, ``A = -I``, which is ``e^{gamma R^2} / 2``, and
+    Value: the largest value of the lower bound over n at R = 1.5, ``A = -I``, which is ``e^{gamma R^2} / 2``, and
     where.
     """
     values = {n: oa.bounds.castin2024_discrete_lower(ANTIPODAL, radius=1.5, n=n).value for n in range(2, 300)}

@@ -92,7 +92,7 @@ def test_few_sinkhorn_steps() -> None:
     """A few steps suffice in practice: one step of rows is softmax, and the images tend to those of Sinkhorn attention
     geometrically.
 
-    Printed: relative error of the images after 1, 3 and 5 normalisations.
+    Value: relative error of the images after 1, 3 and 5 normalisations.
     """
     limit, errors = oa.SinkhornAttention(A, V).on_tokens(X), []
     weights = np.exp(X @ A.T @ X.T)

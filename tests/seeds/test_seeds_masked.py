@@ -43,7 +43,7 @@ def test_masked_attention_is_not_equivariant() -> None:
 def test_no_constant_in_the_distance_of_clouds() -> float:
     """In the W_2 distance of the token clouds, which does not see the order, it has no Lipschitz constant.
 
-    Printed: the ratio for two sequences whose clouds differ by 1e-6.
+    Value: the ratio for two sequences whose clouds differ by 1e-6.
     """
     mean = oa.MaskedAttention(oa.SoftmaxAttention([[0.0]], [[1.0]]))
     first, second = np.array([[0.0], [1.0]]), np.array([[1.0], [1e-6]])
@@ -77,7 +77,7 @@ def test_conditional_distance() -> None:
 def test_conditional_distance_as_a_limit() -> tuple[float, float]:
     """It is the limit of transport with the cost ``|x - y|^p + lambda |s - t|^p`` as lambda grows.
 
-    Printed: the penalised distance over the conditional one at lambda = 1 and 1000.
+    Value: the penalised distance over the conditional one at lambda = 1 and 1000.
     """
     mu, nu = (oa.SpaceTimeMeasure.from_sequence(RNG(k).standard_normal((6, 2))) for k in range(2))
     exact = oa.conditional_wasserstein(mu, nu)
@@ -96,7 +96,7 @@ def test_conditional_distance_as_a_limit() -> tuple[float, float]:
 def test_masked_upper_bound() -> float:
     """For n tokens the bound without a mask holds under it: ``sqrt(3) ||V|| (||A||^2 R^4 (4n + 1) + n)^{1/2}``.
 
-    Printed: the printed bound over the best of ours, n = 16, R = 1.5.
+    Value: the printed bound over the best of ours, n = 16, R = 1.5.
     """
     bound = oa.bounds.castin2024_masked(MASKED, radius=1.5, n=16).value
     for k in range(20):
@@ -110,7 +110,7 @@ def test_masked_lower_bound() -> tuple[float, float]:
     """The lower bound ``sqrt(n-1) / (1 + (n-1) e^{-2 R^2 gamma})`` holds under a mask too (``V = I``): let the single
     token come first.
 
-    Printed: ``A = -I, R = 2, n = 10``, the local constant at ``(Ru, -Ru, ..., -Ru)`` and the bound.
+    Value: ``A = -I, R = 2, n = 10``, the local constant at ``(Ru, -Ru, ..., -Ru)`` and the bound.
     """
     plain = oa.SoftmaxAttention(-np.eye(2), np.eye(2))
     for radius, n in ((0.5, 4), (1.0, 20), (2.0, 10)):
@@ -163,7 +163,7 @@ def test_masked_flow() -> None:
 def test_masked_tokens_follow_the_first() -> float:
     """On the sphere, ``V = I`` and any A: under a mask almost all sequences converge to their first token.
 
-    Printed: the least cosine with the first token at t = 60, ten tokens in R^3.
+    Value: the least cosine with the first token at t = 60, ten tokens in R^3.
     """
     form = RNG(2).standard_normal((3, 3))
     tokens = RNG(3).standard_normal((10, 3))

@@ -19,7 +19,7 @@ def study() -> oa.SampleComplexity:
 def test_uniform_rate() -> tuple[float, float]:
     """``E sup_{|x| <= R} |Gamma_{mu_n}(x) - Gamma_mu(x)| <= C(R) / sqrt(n)``.
 
-    Printed: the exponent for N(0, 1) and R = 0.5.
+    Value: the exponent for N(0, 1) and R = 0.5.
     """
     low, high = study().fit(0).interval()
     assert low < -0.5 < high
@@ -30,7 +30,7 @@ def test_uniform_rate() -> tuple[float, float]:
 def test_constant_of_the_rate() -> tuple[float, ...]:
     """C(R) grows exponentially (for Gaussians with ``R^2``).
 
-    Printed: the constant of the central limit theorem, ``e^{s/2} sqrt(1 + s)``, ``s = R^2``.
+    Value: the constant of the central limit theorem, ``e^{s/2} sqrt(1 + s)``, ``s = R^2``.
     """
     found = oa.sample_complexity(HEAD, LAW, [2, 4], radius=[0.5, 4.0], samples=1, rng=0)
     s = found.spreads
@@ -42,7 +42,7 @@ def test_constant_of_the_rate() -> tuple[float, ...]:
 def test_hardmax_rate() -> float:
     """Where softmax approaches hardmax the rate is logarithmic.
 
-    Printed: the exponent at R = 8; below ``e^{R^2 / 2}`` tokens one of them holds all the weight.
+    Value: the exponent at R = 8; below ``e^{R^2 / 2}`` tokens one of them holds all the weight.
     """
     assert study().regimes[1] == ["hardmax"] * 3
     return study().fit(1).exponent
@@ -52,7 +52,7 @@ def test_hardmax_rate() -> float:
 def test_rate_of_moments() -> float:
     """Moments of ``F(mu_n)`` converge at a rate ``C'(R) / n^beta``, beta < 1/2.
 
-    Printed: the exponent of the mean for N(0, 1), with a standard error of 0.1.
+    Value: the exponent of the mean for N(0, 1), with a standard error of 0.1.
     """
     found = study().mean_fit()
     assert found.standard_error < 0.15

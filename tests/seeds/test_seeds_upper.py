@@ -25,7 +25,7 @@ def steepest(attention: oa.AttentionMap, n: int, radius: float, draws: int = 30)
 def test_discrete_upper_bound() -> float:
     """On ``B_R^n``: ``Lip(f) <= sqrt(3) ||V|| (||A||^2 R^4 (4n + 1) + n)^{1/2}``.
 
-    Printed: the bound for ``A = -I, V = I, R = 3, n = 8``.
+    Value: the bound for ``A = -I, V = I, R = 3, n = 8``.
     """
     bound = oa.bounds.castin2024_discrete(ANTIPODAL, radius=3.0, n=8).value
     np.testing.assert_allclose(bound, np.sqrt(3 * (3.0**4 * (4 * 8 + 1) + 8)), rtol=1e-10)
@@ -60,7 +60,7 @@ def test_the_discrete_bound_is_tight_up_to_a_factor() -> tuple[float, float]:
 def test_mean_field_upper_bound() -> float:
     """Over all measures of ``B_R``: ``W_2-Lip(F) <= ||V|| (1 + 3a) e^{2a}``, ``a = ||A|| R^2``.
 
-    Printed: a = 1.
+    Value: a = 1.
     """
     bound = oa.bounds.geshkovski2024_mean_field(ANTIPODAL, radius=1.0).value
     for radius in (0.5, 1.0, 2.0):
@@ -76,7 +76,7 @@ def test_mean_field_bounds_match() -> tuple[float, float]:
     """In the mean-field regime upper and lower bound match, independently of n.
 
     Both are exponential in ``||A|| R^2``, but with different rates: printed above is ``e^{2a}``, below ``e^a`` (``A =
-    -I``). The lower rate is the true one. Printed: the rates in a of the two upper bounds between a = 100 and 200.
+    -I``). The lower rate is the true one. Value: the rates in a of the two upper bounds between a = 100 and 200.
     """
     rates = []
     for bound in (oa.bounds.geshkovski2024_mean_field, oa.bounds.density_bound):
@@ -95,7 +95,7 @@ def test_mean_field_bounds_match() -> tuple[float, float]:
 def test_crossover() -> tuple[float, float]:
     """From ``n ~ e^{2 gamma R^2}`` tokens on the mean-field bound is the better one.
 
-    So say the lower bounds; the published upper bounds cross at the square of that number, ours near it. Printed: log10
+    So say the lower bounds; the published upper bounds cross at the square of that number, ours near it. Value: log10
     of n where the bounds cross, ``A = -I, R = 3``.
     """
     found = oa.bounds.crossover(ANTIPODAL, radius=3.0)
@@ -112,7 +112,7 @@ def test_crossover() -> tuple[float, float]:
 def test_multi_head_bound() -> float:
     """``Lip(sum_h W_h Gamma^h) <= sum_h ||W_h|| Lip(Gamma^h)``.
 
-    Weighing the heads jointly is sharper. Printed: the published sum over our bound, four random heads, n = 16.
+    Weighing the heads jointly is sharper. Value: the published sum over our bound, four random heads, n = 16.
     """
     rng = RNG(0)
     heads = [oa.SoftmaxAttention(*rng.standard_normal((2, 3, 3))) for _ in range(4)]
@@ -140,7 +140,7 @@ def test_dot_product_attention_is_not_lipschitz() -> float:
     """Dot-product attention on all of ``R^d`` is not Lipschitz: one token at 0 and the others far out, the constant grows
     like ``R^2``.
 
-    Printed: the growth from R = 20 to 40.
+    Value: the growth from R = 20 to 40.
     """
     attention = oa.SoftmaxAttention(GENERIC, GENERIC)
     assert oa.bounds.kim2021_dot_product(attention, n=4).value == np.inf
@@ -172,7 +172,7 @@ def test_l2_bound_as_printed() -> tuple[float, float]:
 def test_l2_attention_is_lipschitz() -> float:
     """L2 attention with tied queries and keys is Lipschitz on all of ``R^D``: the bound with ``||W_Q^h||^4``.
 
-    Printed: the bound for ``Q = K = V = I``, n = 16; no tokens, however far, exceed it.
+    Value: the bound for ``Q = K = V = I``, n = 16; no tokens, however far, exceed it.
     """
     attention = oa.L2Attention(np.eye(2), np.eye(2), np.eye(2))
     bound = oa.bounds.kim2021_l2(attention, n=16).value
@@ -184,8 +184,8 @@ def test_l2_attention_is_lipschitz() -> float:
 def test_l2_bound_in_the_largest_norm() -> float:
     """In the norm of the largest displacement the bound of L2 attention grows like ``log n``, without ``sqrt(n)``.
 
-    The paper measures tokens coordinate by coordinate, here they move in the Euclidean norm. Printed: its growth over
-    log n between 1e100 and 1e200 tokens.
+    The paper measures tokens coordinate by coordinate, here they move in the Euclidean norm. Value: its growth over log
+    n between 1e100 and 1e200 tokens.
     """
     attention = oa.L2Attention(np.eye(2), np.eye(2), np.eye(2))
     few, many = (oa.bounds.kim2021_l2(attention, n=10**k, p=np.inf).value for k in (100, 200))
@@ -196,7 +196,7 @@ def test_l2_bound_in_the_largest_norm() -> float:
 def test_l2_without_tied_keys() -> float:
     """Keys must be tied to queries: with ``Q != K`` L2 attention is not Lipschitz on ``R^D``.
 
-    Printed: growth of the local constant when ``Q = 2, K = 1`` and three tokens of the line are scaled by 10.
+    Value: growth of the local constant when ``Q = 2, K = 1`` and three tokens of the line are scaled by 10.
     """
     attention = oa.L2Attention([[2.0]], [[1.0]], [[1.0]])
     small, large = (
@@ -236,8 +236,8 @@ def test_lipschitz_in_w_inf() -> float:
 def test_sinkhorn_attention_is_lipschitz() -> tuple[float, float]:
     """Sinkhorn attention is Lipschitz in W_2 on measures of a compact set.
 
-    And, unlike softmax, without an exponential: ``||V|| (a + sqrt(1 + a^2))`` for every n. Printed: local constant of
-    two antipodal atoms under ``A = a [[0, 1], [1, 0]]``, and the bound, at a = 20.
+    And, unlike softmax, without an exponential: ``||V|| (a + sqrt(1 + a^2))`` for every n. Value: local constant of two
+    antipodal atoms under ``A = a [[0, 1], [1, 0]]``, and the bound, at a = 20.
     """
     a = 20.0
     attention = oa.SinkhornAttention(a * np.array([[0.0, 1.0], [1.0, 0.0]]), np.eye(2))
