@@ -7,7 +7,6 @@ import inspect
 import pkgutil
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -184,34 +183,40 @@ def seeds() -> list[Any]:
 
 def seeds_page() -> str:
     """What the papers say: one table a part, each row a test."""
-    rows, papers = seeds(), importlib.import_module("seed").PAPERS
-    count = Counter(row.verdict for row in rows)
-    said = ", ".join(
-        f"{count[verdict]} {verdict}" for verdict in importlib.import_module("seed").VERDICTS if count[verdict]
-    )
+    rows, records = seeds(), importlib.import_module("seed")
     text = heading("What the papers say, statement by statement", "=") + (
-        f"\n{len(rows)} statements and experiments of the papers that this package comes from ({said}).\n"
-        "Each row is a test in ``tests/seeds``: it computes the value that stands here and fails where the verdict is wrong. Where\n"
-        "no theorem's number is given, we know the statement and not its number. Counterexamples are in :doc:`papers`.\n"
+        f"\n{len(rows)} statements and experiments of the papers that this package comes from. Each row is a test in\n"
+        "``tests/seeds``: it computes the value that stands here and fails where the verdict is wrong. Where no theorem's number\n"
+        "is given, we know the statement and not its number. Counterexamples are in :doc:`papers`.\n\n"
     )
+    for verdict in records.VERDICTS:
+        found = [row for row in rows if row.verdict == verdict]
+        named = ", ".join(f":ref:`{row.key.replace('_', ' ')} <{anchor(row)}>`" for row in found if verdict != "agrees")
+        text += f"- **{verdict}** {len(found)}{': ' if named else ''}{named}\n" if found else ""
     for part in dict.fromkeys(row.part for row in rows):
-        text += f"\n{heading(part, '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 40 14 22 16 8\n\n"
-        text += "   * - Statement\n     - Source\n     - Verdict\n     - Function\n     - Story\n"
+        text += f"\n{heading(part, '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 50 11 17 22\n\n"
+        text += "   * - Statement\n     - Source\n     - Verdict\n     - Function, story\n"
         text += "".join(seed_row(row) for row in rows if row.part == part)
-    return text + f"\n{heading('References', '-')}\n" + "".join(f"- {who}, *{what}*\n" for who, what in papers.items())
+    return text + f"\n{heading('References', '-')}\n" + "".join(f"- {k}: {v}\n" for k, v in records.PAPERS.items())
+
+
+def anchor(row: Any) -> str:
+    """Where a row can be linked."""
+    return f"seed-{row.key.replace('_', '-')}"
 
 
 def seed_row(row: Any) -> str:
     """One row of the table."""
-    said = f"{row.statement}\n\n{row.remark}".strip().replace("\n", "\n       ")
+    said = f".. _{anchor(row)}:\n\n{row.statement}\n\n{row.remark}".strip()
     verdict = f"**{row.verdict}**" + (f": {escaped(row.value)}" if row.value else "")
-    functions = ", ".join(f":obj:`~{name}`" for name in row.functions)
-    story = row.story and row.story.removesuffix(".py")
-    told = f":doc:`{story.removeprefix('plot_').replace('_', ' ')} <../gallery/{story}>`" if story else ""
-    return (
-        f"   * - .. _seed-{row.key.replace('_', '-')}:\n\n       {said}\n     - {escaped(row.source)}\n"
-        f"     - {verdict}\n     - {functions}\n     - {told}\n"
-    ).replace("       \n", "\n")
+    links = [f":obj:`~{name}`" for name in row.functions]
+    if row.story:
+        story = row.story.removesuffix(".py")
+        links.append(f":doc:`{story.removeprefix('plot_').replace('_', ' ')} <../gallery/{story}>`")
+    cells = (said, escaped(row.source), verdict, ", ".join(links))
+    return "".join(
+        f"   {'*' if k == 0 else ' '} - " + cell.replace("\n", "\n       ") + "\n" for k, cell in enumerate(cells)
+    )
 
 
 def escaped(text: str) -> str:

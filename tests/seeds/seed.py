@@ -38,31 +38,24 @@ PARTS = {
 }
 VERDICTS = ("agrees", "differs", "false as printed", "open", "not reproduced")
 
-CAP24 = "Castin, Ablin, Peyré 2024"
-CACP25 = "Castin, Ablin, Carrillo, Peyré 2025"
-KPM21 = "Kim, Papamakarios, Mnih 2021"
-SABP22 = "Sander, Ablin, Blondel, Peyré 2022"
-VBC20 = "Vuckovic, Baratin, Tachet des Combes 2020"
-GLPR23 = "Geshkovski, Letrouit, Polyanskiy, Rigollet 2023"
-GLPR24 = "Geshkovski, Letrouit, Polyanskiy, Rigollet 2024"
-BKKRW25 = "Burger, Kabri, Korolev, Roith, Weigand 2025"
-BLPV25 = "Bohbot, Letrouit, Peyré, Vialard 2025"
-KPR24 = "Karagodin, Polyanskiy, Rigollet 2024"
-TALKS = "talks on these papers"
-CODE = "published code, as reported"
+CAP24, CACP25, KPM21, SABP22, VBC20 = "CAP24", "CACP25", "KPM21", "SABP22", "VBC20"
+GLPR23, GLPR24, BKKRW25, BLPV25, KPR24 = "GLPR23", "GLPR24", "BKKRW25", "BLPV25", "KPR24"
+TALKS, CODE = "talks", "code"
 
 PAPERS = {
-    CAP24: "How Smooth Is Attention?, ICML 2024",
-    CACP25: "A Unified Perspective on the Dynamics of Deep Transformers, arXiv:2501.18322",
-    KPM21: "The Lipschitz Constant of Self-Attention, ICML 2021",
-    SABP22: "Sinkformers: Transformers with Doubly Stochastic Attention, AISTATS 2022",
-    VBC20: "A Mathematical Theory of Attention, arXiv:2007.02876",
-    GLPR23: "The Emergence of Clusters in Self-Attention Dynamics, NeurIPS 2023",
-    GLPR24: "A Mathematical Perspective on Transformers, arXiv:2312.10794",
-    BKKRW25: "Analysis of Mean-Field Models Arising from Self-Attention Dynamics in Transformer Architectures with Layer "
-    "Normalization, Phil. Trans. R. Soc. A 383",
-    BLPV25: "Token Sample Complexity of Attention, arXiv:2512.10656",
-    KPR24: "Clustering in Causal Attention Masking, arXiv:2411.04990",
+    CAP24: "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024",
+    CACP25: "Castin, Ablin, Carrillo, Peyré, *A Unified Perspective on the Dynamics of Deep Transformers*, arXiv:2501.18322",
+    KPM21: "Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021",
+    SABP22: "Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022",
+    VBC20: "Vuckovic, Baratin, Tachet des Combes, *A Mathematical Theory of Attention*, arXiv:2007.02876",
+    GLPR23: "Geshkovski, Letrouit, Polyanskiy, Rigollet, *The Emergence of Clusters in Self-Attention Dynamics*, NeurIPS 2023",
+    GLPR24: "Geshkovski, Letrouit, Polyanskiy, Rigollet, *A Mathematical Perspective on Transformers*, arXiv:2312.10794",
+    BKKRW25: "Burger, Kabri, Korolev, Roith, Weigand, *Analysis of Mean-Field Models Arising from Self-Attention Dynamics in "
+    "Transformer Architectures with Layer Normalization*, Phil. Trans. R. Soc. A 383, 2025",
+    BLPV25: "Bohbot, Letrouit, Peyré, Vialard, *Token Sample Complexity of Attention*, arXiv:2512.10656",
+    KPR24: "Karagodin, Polyanskiy, Rigollet, *Clustering in Causal Attention Masking*, arXiv:2411.04990",
+    TALKS: "slides of talks on these papers",
+    CODE: "published code for local constants, as reported to us",
 }
 
 Number = float | Sequence[float] | None
