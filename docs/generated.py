@@ -187,7 +187,8 @@ def seeds_page() -> str:
     text = heading("What the papers say, statement by statement", "=") + (
         f"\n{len(rows)} statements and experiments of the papers that this package comes from. Each row is a test in\n"
         "``tests/seeds``: it computes the value that stands here and fails where the verdict is wrong. Where no theorem's number\n"
-        "is given, we know the statement and not its number. Counterexamples are in :doc:`papers`.\n\n"
+        "is given, we know the statement and not its number; *open* is what the papers ask or leave open, and what we find stands\n"
+        "beside it. Counterexamples are in :doc:`papers`.\n\n"
     )
     for verdict in records.VERDICTS:
         found = [row for row in rows if row.verdict == verdict]

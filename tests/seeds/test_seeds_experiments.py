@@ -80,7 +80,7 @@ def test_growth_by_layer() -> tuple[float, float, float]:
 
 @seed(
     f"{CAP24}, causal models",
-    "differs",
+    "not reproduced",
     "otattn.measure_layers",
     value="n^0.08 to n^0.53",
 )

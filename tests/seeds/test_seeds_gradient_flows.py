@@ -157,12 +157,12 @@ def test_energies_are_not_displacement_convex() -> float:
     return oa.displacement_convexity(energy, [[0.0, 0.0]], [[0.0, 2.0]]).least
 
 
-@seed(CACP25, "differs", "otattn.displacement_convexity_study", story="plot_displacement_convexity.py")
+@seed(CACP25, "open", "otattn.displacement_convexity_study", story="plot_displacement_convexity.py")
 def test_energies_of_positive_forms_are_convex() -> None:
-    """Lack of displacement convexity, for positive semidefinite A.
+    """Are the energies displacement convex for A positive semidefinite?
 
-    There is none to be found: the exponential and the linear energy are convex along every path of weighted atoms, and
-    the Gaussian energy of ``A = I`` is the fourth power of a Schatten norm.
+    We know of no statement. The exponential and the linear energy are, along every path of weighted atoms, and so is
+    the Gaussian energy of ``A = I``, the fourth power of a Schatten norm (proofs in the story).
     """
     pairs = oa.samplers.uniform_ball_pairs(4, 2, 1.5)
     for energy in (oa.energies.ExponentialEnergy(np.eye(2)), oa.energies.LinearEnergy(np.diag([1.0, 0.0]))):

@@ -165,8 +165,8 @@ def test_ranks_of_limits() -> tuple[int, ...]:
     """``A = -Q^T Q / sqrt(d)``, Q of rank ``floor(d/2)``, ``V = F^T F``: for random Q, F the limits have rank
     ``ceil(d/2)``.
 
-    It is a theorem: the trace of the stationary equation gives one half, the kernel of ``Q L_0`` the other. Printed:
-    the only ranks that occur for d = 2, 3, 4, 5, eight draws each.
+    It is a theorem: the trace of the stationary equation gives one half, the kernel of ``Q L_0`` the other. Value: the
+    only ranks that occur for d = 2, 3, 4, 5, eight draws each.
     """
     ranks = []
     for dim in (2, 3, 4, 5):

@@ -39,7 +39,7 @@ def test_discrete_upper_bound() -> float:
 
 @seed(
     f"{CAP24}, Theorem 3.3",
-    "differs",
+    "agrees",
     "otattn.enclose_lipschitz",
     story="plot_enclosure.py",
     value="published 4.9, ours 1.03 times a witness",
@@ -223,8 +223,7 @@ def test_invertible_residual_attention() -> None:
 def test_lipschitz_in_w_inf() -> float:
     """Attention is Lipschitz on measures of a compact set in every W_p, ``1 <= p <= inf``.
 
-    For p = inf with a constant that knows neither n nor an exponential: ``||V|| (a + sqrt(1 + a^2))``; printed for a =
-    4.
+    For p = inf with a constant that knows neither n nor an exponential: ``||V|| (a + sqrt(1 + a^2))``; value: a = 4.
     """
     attention = oa.SoftmaxAttention(np.eye(2), np.eye(2))
     values = [oa.lipschitz_upper_bound(attention, radius=2.0, p=p).value for p in (1, 1.5, 2, 4, np.inf)]
