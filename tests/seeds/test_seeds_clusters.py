@@ -2,6 +2,7 @@
 
 import numpy as np
 from scipy.integrate import solve_ivp
+from scipy.spatial import ConvexHull
 from seed import BKKRW25, GLPR23, GLPR24, TALKS, seed
 
 import otattn as oa
@@ -73,6 +74,23 @@ def test_hyperplanes() -> tuple[int, int]:
     count = 1 + int((np.diff(along) > 0.02).sum())
     assert count <= 3
     return 3, count
+
+
+@seed(GLPR23, "agrees", "otattn.flow", value="3 places")
+def test_polytope_and_subspace() -> int:
+    """V with an eigenvalue > 0 on a subspace F, all others smaller: in F the rescaled tokens tend to the boundary of a
+    convex polytope or to 0, whatever they do across it.
+
+    Value: places of 16 tokens in the plane F of R^3, ``V = diag(1, 1, -0.5)``, ``A = 5 I``; each is on the boundary of
+    their hull, or 0.
+    """
+    tokens = RNG(2).standard_normal((16, 3))
+    attention = oa.SoftmaxAttention(5.0 * np.eye(3), np.diag([1.0, 1.0, -0.5]))
+    end = oa.flow(attention, tokens, t_span=(0.0, 8.0), normalization="rescaled", rtol=1e-6).points[-1][:, :2]
+    hull = ConvexHull(end)
+    to_boundary = -(end @ hull.equations[:, :2].T + hull.equations[:, 2]).max(axis=1)
+    assert np.minimum(to_boundary, np.linalg.norm(end, axis=1)).max() < 0.02
+    return len({tuple(z) for z in (end / 0.05).round()})
 
 
 @seed(GLPR23, "agrees", "otattn.flow", value="t^-0.50")

@@ -223,3 +223,28 @@ def test_heat_limit_of_sinkhorn_attention() -> tuple[float, float]:
     maps = (oa.SinkhornAttention([[1 / eps]], [[1.0]]), oa.L2Attention(K, K, [[1.0]]))
     once, twice = ((float(attention.gaussian_affine(gaussian)[0][0, 0]) - 1.0) / eps for attention in maps)
     return once, twice
+
+
+@seed(TALKS, "open", "otattn.SoftmaxAttention", "otattn.gaussian_flow", value="0.56 away from affine")
+def test_mixtures_of_gaussians() -> float:
+    """Beyond Gaussians: are mixtures kept?
+
+    Not by softmax: ``Gamma_mu`` is an average of affine maps with weights that depend on x. Value: second difference of
+    it between the means of ``N(-1, 0.1)`` and ``N(1, 0.1)``, ``A = V = 1``.
+    """
+    halves = [quadrature(oa.GaussianMeasure([m], [[0.1]])) for m in (-1.0, 1.0)]
+    mixture = oa.DiscreteMeasure(
+        np.concatenate([half.points for half in halves]), np.concatenate([half.weights for half in halves]) / 2
+    )
+    attention = oa.SoftmaxAttention([[1.0]], [[1.0]])
+    x = np.array([[0.0], [1.0], [2.0]])
+    m, g = np.array([-1.0, 1.0]), 0.1
+    weights = np.exp(x * m + x**2 * g / 2)
+    values = attention(x, mixture)
+    np.testing.assert_allclose(
+        values,
+        (weights * (m + g * x)).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True),
+        rtol=1e-8,
+        atol=1e-12,
+    )
+    return abs(float(values[0, 0] - 2 * values[1, 0] + values[2, 0]))

@@ -221,3 +221,17 @@ def test_ranks_for_random_values() -> tuple[int, int]:
     ]
     assert all(rank <= bound for rank, bound in finite)
     return int(max(rank for rank, _ in finite)), 4
+
+
+@seed(TALKS, "open", "otattn.gaussian_limit", value="rank 2")
+def test_designed_limits() -> int:
+    """Can parameters be chosen for a wanted limit?
+
+    Any subspace can be the support: for ``V = I`` and ``A = -P``, P the projection along it, the limit is ``U (U^T
+    Sigma_0^{-1} U)^{-1} U^T``, U a basis of it. Value: the rank in R^4 for a random plane.
+    """
+    U = np.linalg.qr(RNG(1).standard_normal((4, 2)))[0]
+    F = RNG(0).standard_normal((4, 4))
+    found = limit(U @ U.T - np.eye(4), np.eye(4), F @ F.T)
+    np.testing.assert_allclose(found.covariance, U @ np.linalg.inv(U.T @ np.linalg.inv(F @ F.T) @ U) @ U.T, atol=1e-6)
+    return found.rank
