@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def write(folder: Path) -> None:
         put(folder / "reference" / f"{subject}.rst", reference(subject, names))
     put(folder / "theory" / "statements.rst", statements())
     put(folder / "theory" / "proofs.rst", proofs())
+    put(folder / "theory" / "seeds.rst", seeds_page())
     for old in (folder / "theory" / "proofs").glob("*.rst"):  # of modules that are no more
         if old.stem not in proof_modules():
             old.unlink()
@@ -166,6 +168,56 @@ def tightness() -> dict[str, str]:
         if len(cells) > 3 and cells[0] in {record.key for record in catalogue()}:
             found.setdefault(cells[0], []).extend(float(cell) for cell in cells[3:] if cell)
     return {key: f"{min(values):.3g} to {max(values):.3g}" for key, values in found.items()}
+
+
+def seeds() -> list[Any]:
+    """The rows that the tests of ``tests/seeds`` check."""
+    folder = ROOT / "tests" / "seeds"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    records = importlib.import_module("seed")
+    for module in records.PARTS:
+        importlib.import_module(module)
+    return sorted(records.SEEDS, key=lambda row: list(records.PARTS.values()).index(row.part))
+
+
+def seeds_page() -> str:
+    """What the papers say: one table a part, each row a test."""
+    rows, records = seeds(), importlib.import_module("seed")
+    text = heading("What the papers say, statement by statement", "=") + (
+        f"\n{len(rows)} statements and experiments of the papers that this package comes from. Each row is a test in\n"
+        "``tests/seeds``: it computes the value that stands here and fails where the verdict is wrong. Where no theorem's number\n"
+        "is given, we know the statement and not its number; *open* is what the papers ask or leave open, and what we find stands\n"
+        "beside it. Counterexamples are in :doc:`papers`.\n\n"
+    )
+    for verdict in records.VERDICTS:
+        found = [row for row in rows if row.verdict == verdict]
+        named = ", ".join(f":ref:`{row.key.replace('_', ' ')} <{anchor(row)}>`" for row in found if verdict != "agrees")
+        text += f"- **{verdict}** {len(found)}{': ' if named else ''}{named}\n" if found else ""
+    for part in dict.fromkeys(row.part for row in rows):
+        text += f"\n{heading(part, '-')}\n.. list-table::\n   :header-rows: 1\n   :widths: 50 11 17 22\n\n"
+        text += "   * - Statement\n     - Source\n     - Verdict\n     - Function, story\n"
+        text += "".join(seed_row(row) for row in rows if row.part == part)
+    return text + f"\n{heading('References', '-')}\n" + "".join(f"- {k}: {v}\n" for k, v in records.PAPERS.items())
+
+
+def anchor(row: Any) -> str:
+    """Where a row can be linked."""
+    return f"seed-{row.key.replace('_', '-')}"
+
+
+def seed_row(row: Any) -> str:
+    """One row of the table."""
+    said = f".. _{anchor(row)}:\n\n{row.statement}\n\n{row.remark}".strip()
+    verdict = f"**{row.verdict}**" + (f": {escaped(row.value)}" if row.value else "")
+    links = [f":obj:`~{name}`" for name in row.functions]
+    if row.story:
+        story = row.story.removesuffix(".py")
+        links.append(f":doc:`{story.removeprefix('plot_').replace('_', ' ')} <../gallery/{story}>`")
+    cells = (said, escaped(row.source), verdict, ", ".join(links))
+    return "".join(
+        f"   {'*' if k == 0 else ' '} - " + cell.replace("\n", "\n       ") + "\n" for k, cell in enumerate(cells)
+    )
 
 
 def escaped(text: str) -> str:
