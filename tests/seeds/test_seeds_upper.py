@@ -215,7 +215,8 @@ def test_l2_bound_in_the_largest_norm() -> tuple[float, float, int]:
 def test_l2_bound_in_the_frobenius_norm() -> tuple[float, float, int]:
     """In the Frobenius norm the constant of tied L2 attention is at most of order ``sqrt(n) log n``.
 
-    Of order ``n^{1/4} log n``: no column of its attention matrix sums to more than ``(n+1)^{(1 + 1/n)/2} / 2``. Value: Q = V = I.
+    Of order ``n^{1/4} (log n)^{1/2}``, no less: no column of its attention matrix sums to more than ``(n+1)^{(1 + 1/n)/2} / 2``.
+    Value: Q = V = I.
     """
     attention, n = oa.L2Attention(np.eye(2), np.eye(2), np.eye(2)), 64
     printed, ours = (f(attention, n=n).value for f in (oa.bounds.kim2021_l2, oa.bounds.l2_tied_bound))
