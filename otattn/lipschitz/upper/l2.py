@@ -184,7 +184,7 @@ def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact
       for odd n.
 
     The order at p = 2 is that of the constant: ``e^{1 + rho^2} / 2`` tokens at 0 that move along ``v_0``, and N tokens at
-    ``v_0 + rho v_i`` with ``rho^2 = log(5 N) / 2``, v orthonormal, have a thirteenth of the bound or more. Several heads as in
+    ``v_0 + rho v_i`` with ``rho^2 = log(5 N) / 2``, v orthonormal, have more than a twentieth of the bound. Several heads as in
     :func:`~otattn.lipschitz.upper.published.kim2021_l2`.
 
     Proof. As there the map is ``M h(Q x)``, ``h(y)_i = m_i = sum_j P_ij y_j``, ``P_ij = k_ij / Z_i``, ``k_ij = e^{-|y_i - y_j|^2}``.
