@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
+from scipy.linalg.lapack import dstev
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
 from otattn.attention import memory as attention_memory
@@ -23,6 +24,8 @@ __all__ = ["Lanczos", "NonFiniteError", "RitzPair", "top_eigenpair"]
 
 Array = NDArray[Any]
 
+FEW_STEPS = 24
+"""Steps up to which all Ritz vectors, by one call of LAPACK, take less time than the last two of them."""
 LARGEST_BASIS = 320
 SMALLEST_BASIS = 8
 
@@ -97,9 +100,13 @@ class Lanczos:
     def ritz(self, count: int | None = None) -> tuple[float, float, Array]:
         """The two largest Ritz values (0 where there is no second) of ``count`` steps, the coordinates of the first."""
         k = len(self.alpha) if count is None else count
-        values, vectors = eigh_tridiagonal(
-            self.alpha[:k], self.beta[: k - 1], select="i", select_range=(max(k - 2, 0), k - 1)
-        )
+        if k <= FEW_STEPS:
+            values, vectors, failed = dstev(self.alpha[:k], self.beta[: max(k - 1, 1)])
+            values = values[-2:]
+        if k > FEW_STEPS or failed:
+            values, vectors = eigh_tridiagonal(
+                self.alpha[:k], self.beta[: k - 1], select="i", select_range=(max(k - 2, 0), k - 1)
+            )
         return max(float(values[-1]), 0.0), max(float(values[0]), 0.0) if k > 1 else 0.0, vectors[:, -1]
 
     def vector(self) -> Array:
