@@ -44,9 +44,12 @@ class Lanczos:
     ----------
     start : (N,) array
         ``q_0``, scaled to norm 1; its dtype is that of the work.
+    measured : bool
+        False leaves ``lost`` empty: who wants no bound from above need not pay for it.
     """
 
-    def __init__(self, start: Array) -> None:
+    def __init__(self, start: Array, *, measured: bool = True) -> None:
+        self.measured = measured
         room = attention_memory.MEMORY_BUDGET // (start.size * start.itemsize)
         self.basis = np.empty((min(start.size, max(SMALLEST_BASIS, min(LARGEST_BASIS, room))), start.size), start.dtype)
         self.last = np.zeros_like(start)
@@ -84,7 +87,7 @@ class Lanczos:
         alpha = max(float(q @ known), 0.0)
         known -= number(alpha) * q
         self.alpha.append(alpha)
-        w, before = known.copy(), float(np.linalg.norm(known))
+        w, before = known.copy() if self.measured else known, float(np.linalg.norm(known))
         for _ in range(2):
             V = self.basis[: self.stored]
             w -= (V @ w) @ V
@@ -93,7 +96,8 @@ class Lanczos:
                 break
             before = beta
         after = w / number(beta) if beta > 0.0 else np.zeros_like(w)
-        self.lost.append(float(np.linalg.norm(known - number(beta) * after)))
+        if self.measured:
+            self.lost.append(float(np.linalg.norm(known - number(beta) * after)))
         self.beta.append(beta)
         self.last, self.next = q, after
 
@@ -157,7 +161,7 @@ def top_eigenpair(
     NonFiniteError
         A product is not finite.
     """
-    lanczos, products = Lanczos(start), 0
+    lanczos, products = Lanczos(start, measured=False), 0
     while True:
         if first is None:
             products += 1

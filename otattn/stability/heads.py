@@ -37,9 +37,20 @@ REAL = 1e-10
 
 
 def measure_head(
-    layer: ModelLayer, h: int, seen: list[Array], whole: Array, n_pairs: int, p: float, tol: float, seed: int
+    layer: ModelLayer,
+    h: int,
+    seen: list[Array],
+    whole: Array,
+    n_pairs: int,
+    p: float,
+    tol: float,
+    seed: int,
+    far: float,
 ) -> dict[str, Array]:
-    """All that is kept of one head; ``seen`` holds the tokens ``(w, n, d)`` for each n, ``whole`` the longest windows."""
+    """All that is kept of one head; ``seen`` holds the tokens ``(w, n, d)`` for each n, ``whole`` the longest windows.
+
+    ``far`` is the largest norm in the layer's domain, which takes longer to find than what the heads share otherwise.
+    """
     head = layer.heads[h]
     B = _span(head)
     reduced, spans = (head, seen) if B is None else (_reduced(head, B), [X @ B for X in seen])
@@ -61,7 +72,7 @@ def measure_head(
         "particle": particle,
         "splitting": splitting,
         "radii": radii,
-        "domain_radius": np.asarray(layer.domain.max_norm),
+        "domain_radius": np.asarray(far),
         "norms": np.array([np.linalg.norm(maps.Wk.T @ maps.Wq, 2), np.linalg.norm(maps.V, 2)]),
         "gamma": np.asarray(head_gamma(head)),
         "published": np.array([published for published, _ in upper]),
