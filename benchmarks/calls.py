@@ -190,16 +190,21 @@ def processor_time() -> float:
 
 
 def measure(group: Group, rounds: int, *, cold: bool) -> dict[str, list[tuple[float, float]]]:
-    """``(wall, processor)`` of each call in each round; a first round that loads and allocates is not counted (commands: it is)."""
+    """``(wall, processor)`` of each call in each round.
+
+    A first round that loads and allocates is not counted; that of commands is, and one that takes all the time there is.
+    """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in group}
-    begun, k = time.perf_counter(), 0 if cold else -1
-    while k < rounds and (k < 1 or time.perf_counter() - begun < BUDGET):
+    begun, counted = time.perf_counter(), 0
+    while counted < rounds and (not counted or time.perf_counter() - begun < BUDGET):
         for name, (call, _) in group.items():
             wall, cpu = time.perf_counter(), processor_time()
             call()
-            if k >= 0:
-                found[name].append((time.perf_counter() - wall, processor_time() - cpu))
-        k += 1
+            found[name].append((time.perf_counter() - wall, processor_time() - cpu))
+        counted += 1
+        if not cold and time.perf_counter() - begun < BUDGET:
+            found, counted = {name: [] for name in group}, 0
+        cold = True
     return found
 
 
