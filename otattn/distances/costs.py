@@ -183,7 +183,10 @@ def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, 
     top = float(D.max())
     least = float(D.min()) or float(D.min(initial=top, where=D > 0.0))
     if top == 0.0 or (p <= 8.0 and PLAIN[0] < least and top < PLAIN[1]):
-        return (np.multiply(D, D, out=D) if p == 2.0 else powers(D, p)), 1.0
+        step = max(1, _TILE // D.shape[1])
+        for k in range(0, len(D), step):
+            D[k : k + step] = powers(D[k : k + step], p)
+        return D, 1.0
     # distances so unequal that their powers leave float64: the scale that matters is then W_inf
     scale = top if p * float(np.log10(top / least)) <= DECADES else bottleneck(D, A, B).value or top
     return scaled_cost(D, p, scale), scale
