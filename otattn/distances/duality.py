@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from otattn._linalg import Array
 from otattn.distances.double_double import two_sum
 
-__all__ = ["c_transform", "feasible_pair", "reduced_costs", "small_potentials", "support_slack", "tight_potentials"]
+__all__ = ["c_transform", "reduced_costs", "support_slack", "tight_potentials"]
 
-_BLOCK = 2**22  # entries handled at once, so that temporaries stay near 32 MB
+_BLOCK = 2**15  # entries handled at once, so that they stay in the cache
 
 
 def c_transform(C: Array, g: Array) -> Array:
@@ -31,12 +31,6 @@ def c_transform(C: Array, g: Array) -> Array:
     # rounding is monotone: the minimum of the rounded differences is the rounded minimum, at most half an ulp
     # too high (a difference rounds to 0 only when it is 0, so a minimum of 0 is exact)
     return np.where(f == 0.0, 0.0, np.nextafter(f, -np.inf))
-
-
-def feasible_pair(C: Array, g: Array) -> tuple[Array, Array]:
-    """Feasible potentials from ``g``: the c-transform of ``g``, then that of the result."""
-    f = c_transform(C, g)
-    return f, c_transform(C.T, f)
 
 
 def support_slack(
@@ -61,62 +55,26 @@ def reduced_costs(C: Array, f: Array, g: Array, *, cap: float = np.inf) -> Array
     return np.clip(R, 0.0, cap, out=R)
 
 
-def small_potentials(
-    C: Array,
-    rows: NDArray[np.intp],
-    cols: NDArray[np.intp],
-    start: Array | None = None,
-    *,
-    max_sweeps: int = 64,
-) -> Array:
-    """Column potentials ``g`` tight on a plan's support, by Bellman-Ford from ``start`` (0 by default).
-
-    Shortest paths from zero have the size of the costs that the plan pays, also when the cloud is much
-    larger; those of a simplex basis may have the size of the cloud, and then lose the digits of a small
-    distance. They settle in as many sweeps as the longest shortest path has steps; a plan that is not optimal
-    has a negative cycle and never settles, so the sweeps are limited and the result is only a candidate.
-
-    ``rows`` is ascending and meets every row.
-    """
-    g = np.zeros(C.shape[1]) if start is None else start.copy()
-    paid = C[rows, cols]
-    first = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])
-    step = max(1, _BLOCK // C.shape[1])
-    before = np.full(len(C), -np.inf)
-    for _ in range(max_sweeps):
-        f = np.maximum.reduceat(paid - g[cols], first)
-        moved = np.flatnonzero(f != before)  # what the others ask for is in g already
-        new, before = g.copy(), f
-        for k in range(0, len(moved), step):
-            part = moved[k : k + step]
-            some = C if len(part) == len(C) else C[part]
-            np.minimum(new, (some - f[part, None]).min(axis=0), out=new)
-        change = float((g - new).max())
-        g = new
-        if change <= 4e-16 * float(np.abs(g).max()):
-            break
-    return g
-
-
 def tight_potentials(C: Array, rows: NDArray[np.intp], cols: NDArray[np.intp], g: Array) -> Array:
     """Column potentials tight on a forest, each tree from its ``g`` at one column: those of a simplex, less its rounding.
 
     A simplex updates its potentials pivot by pivot; along the tree each is one difference away from the next.
     """
     n, out = C.shape[0], np.concatenate([np.zeros(C.shape[0]), g]).tolist()
-    at: list[list[tuple[int, float]]] = [[] for _ in out]
-    for i, j, cost in zip(rows.tolist(), cols.tolist(), C[rows, cols].tolist(), strict=True):
-        at[i].append((j + n, cost))
-        at[j + n].append((i, cost))
+    ends, others = np.concatenate([rows, cols + n]), np.concatenate([cols + n, rows])
+    order = np.argsort(ends, kind="stable")
+    first = np.searchsorted(ends[order], np.arange(len(out) + 1)).tolist()
+    to, cost = others[order].tolist(), np.tile(C[rows, cols], 2)[order].tolist()
     seen = [False] * len(out)
     for root in range(n, len(out)):
         stack = [] if seen[root] else [root]
         seen[root] = True
         while stack:
             u = stack.pop()
-            for v, cost in at[u]:
+            for k in range(first[u], first[u + 1]):
+                v = to[k]
                 if not seen[v]:
                     seen[v] = True
-                    out[v] = cost - out[u]
+                    out[v] = cost[k] - out[u]
                     stack.append(v)
     return np.array(out[n:])

@@ -37,6 +37,9 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
     partners: ``preference(i, True)`` ranks the m columns for row i, ``preference(j, False)`` the n rows for
     column j, least first. None when the arcs hold a cycle or some atom cannot be served.
     """
+    mass_of = _plain_flow(rows, cols, A, B)
+    if mass_of is not None:
+        return rows, cols, mass_of
     n = len(A)
     mass = [v * FINE for v in A] + [v * FINE for v in B]
     arcs = list(zip(rows.tolist(), (cols + n).tolist(), strict=True))
@@ -54,6 +57,48 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
         np.array([arc[1] - n for arc, _ in keep], dtype=np.intp),
         np.array([flow / total for _, flow in keep]),
     )
+
+
+def _plain_flow(rows: Index, cols: Index, A: list[int], B: list[int]) -> Array | None:
+    """The flows of a forest whose trees balance exactly, when none of them could be rounding; else None.
+
+    From the leaves inward each arc carries what is left over behind it. Nothing has to be cut or served then, so
+    that one pass is all there is to do.
+    """
+    n, nodes = len(A), len(A) + len(B)
+    ends, arcs = cols + n, np.arange(len(rows))
+    # the one arc and the one neighbour that a leaf has left: sums without carry of all that are there
+    arc, neighbour = np.zeros(nodes, dtype=np.intp), np.zeros(nodes, dtype=np.intp)
+    for tail, head in ((rows, ends), (ends, rows)):
+        np.bitwise_xor.at(arc, tail, arcs)
+        np.bitwise_xor.at(neighbour, tail, head)
+    at, to = arc.tolist(), neighbour.tolist()
+    degree = np.bincount(np.concatenate([rows, ends]), minlength=nodes).tolist()
+    source, target = [*A, *[0] * len(B)], [*[0] * n, *B]
+    flows = [0] * len(rows)
+    leaves = [v for v, count in enumerate(degree) if count == 1]
+    while leaves:
+        v = leaves.pop()
+        if degree[v] != 1:
+            continue
+        k, u, s, t = at[v], to[v], source[v], target[v]
+        flow = s - t if v < n else t - s
+        if flow * DUST <= (s if s > t else t):
+            return None
+        flows[k] = flow
+        source[u] += s
+        target[u] += t
+        source[v] = target[v] = degree[v] = 0
+        at[u] ^= k
+        to[u] ^= v
+        degree[u] -= 1
+        if degree[u] == 1:
+            leaves.append(u)
+    # the roots hold what their trees hold; an arc without a flow lies on a cycle
+    if source != target or 0 in flows:
+        return None
+    total = sum(A)
+    return np.array([flow / total for flow in flows])
 
 
 def elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
@@ -172,7 +217,9 @@ MAX_PIVOTS = 2**31 - 1
 
 
 def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Array]:
-    """A plan for the cost ``R`` on its support, ``(rows, cols, mass)``, and potentials of the columns.
+    """A plan for the cost ``R >= 0`` on its support, ``(rows, cols, mass)``, and potentials of the columns.
+
+    ``R`` is divided by its largest entry in place: POT compares costs with absolute tolerances.
 
     Raises
     ------
@@ -181,19 +228,22 @@ def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Arra
     """
     import ot  # imported late: POT looks for every array library there is
 
-    scale = float(np.abs(R).max()) or 1.0  # POT compares costs with absolute tolerances
-    plan, log = ot.emd(to_weights(A), to_weights(B), R / scale, numItermax=MAX_PIVOTS, log=True, center_dual=False)
+    scale = float(R.max()) or 1.0
+    if scale != 1.0:
+        R /= scale
+    options = {"numItermax": MAX_PIVOTS, "log": True, "center_dual": False, "check_marginals": False}
+    plan, log = ot.emd(to_weights(A), to_weights(B), R, **options)
     if log["warning"] is not None:
         raise ConvergenceError(
             f"the network simplex must reach an optimal plan between {len(A)} and {len(B)} atoms, but "
             f"stopped with: {log['warning']}; merge near-duplicate atoms or compare smaller samples."
         )
-    v = log["v"] * scale
-    rows, cols = np.nonzero(plan)
+    v = log["v"]
+    rows, cols = np.divmod(np.flatnonzero(plan.ravel() != 0.0), len(B))
     flow = forest_flow(rows, cols, A, B, lambda k, is_row: R[k] - v if is_row else R[:, k])
     if flow is None:
         raise ConvergenceError(
             f"a transport plan must serve every atom, but the simplex found none between {len(A)} and "
             f"{len(B)} atoms; drop atoms of negligible weight."
         )
-    return flow, v
+    return flow, v * scale

@@ -28,9 +28,10 @@ def exact_masses(a: Array, b: Array) -> tuple[list[int], list[int]]:
 
 
 def _numerators(w: Array) -> list[int]:
-    ratios = [float(v).as_integer_ratio() for v in w]
-    common = max(den for _, den in ratios)  # denominators are powers of two
-    return [num * (common // den) for num, den in ratios]
+    mantissa, exponent = np.frexp(w)
+    whole = np.ldexp(mantissa, 53).astype(np.int64)  # w = whole 2^(exponent - 53), exactly
+    exponent = np.where(whole == 0, exponent.max(), exponent)
+    return [v << s for v, s in zip(whole.tolist(), (exponent - exponent.min()).tolist(), strict=True)]
 
 
 def to_weights(masses: list[int]) -> Array:
@@ -43,15 +44,21 @@ def merge_atoms(points: Array, masses: list[int]) -> tuple[Array, list[int]]:
     """Distinct points in lexicographic order with the exact sums of their masses; atoms of zero mass are
     dropped.
     """
-    live = [i for i, v in enumerate(masses) if v]
-    x = points[live] + 0.0  # -0.0 becomes 0.0
+    if not all(masses):
+        points = points[[i for i, v in enumerate(masses) if v]]
+        masses = [v for v in masses if v]
+    x = points + 0.0  # -0.0 becomes 0.0
+    order = np.argsort(x[:, 0])
+    along = x[order, 0]
+    if (along[1:] > along[:-1]).all():  # no two atoms share a coordinate: the others have no say
+        return x[order], [masses[i] for i in order.tolist()]
     order = np.lexsort(x.T[::-1])
     x = x[order]
     first = np.ones(len(x), dtype=bool)
     first[1:] = (x[1:] != x[:-1]).any(axis=1)
     merged = [0] * int(first.sum())
     for group, i in zip((np.cumsum(first) - 1).tolist(), order.tolist(), strict=True):
-        merged[group] += masses[live[i]]
+        merged[group] += masses[i]
     return x[first], merged
 
 

@@ -9,6 +9,7 @@ magnifying glass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,14 +24,13 @@ from otattn.distances.bottleneck import bottleneck
 from otattn.distances.costs import SIMPLEX_BYTES, check_budget, relative_rounding
 from otattn.distances.duality import (
     c_transform,
-    feasible_pair,
     reduced_costs,
-    small_potentials,
     support_slack,
     tight_potentials,
 )
 from otattn.distances.flows import Support, network_simplex
 from otattn.distances.masses import exact_masses, to_weights
+from otattn.distances.paths import matching_potentials, small_potentials
 from otattn.errors import ConvergenceError
 
 __all__ = [
@@ -82,19 +82,22 @@ def solve(C: Array, A: list[int], B: list[int]) -> Flow:
         return _single(C, A, B)
     if len(A) == len(B) and min(A) == max(A) and min(B) == max(B):
         rows, cols = linear_sum_assignment(C)  # an extreme plan is a permutation (Birkhoff)
-        matched = _certified(C, (rows, cols, np.full(len(A), 1.0 / len(A))), (), sweeps=MATCHED_SWEEPS)
+        found = [matching_potentials(C, cols, max_sweeps=MATCHED_SWEEPS)]
+        matched = _certified(C, (rows, cols, np.full(len(A), 1.0 / len(A))), found)
         if matched.gap <= TARGET_GAP:
             return matched
-    f, g = feasible_pair(C, np.zeros(C.shape[1]))
-    basis, v = network_simplex(reduced_costs(C, f, g), A, B)
-    best = _certified(C, basis, (tight_potentials(C, basis[0], basis[1], g + v), g))
+    R = C - C.min(axis=1)[:, None]
+    g = R.min(axis=0)
+    R -= g
+    basis, v = network_simplex(R, A, B)
+    best = _certified(C, basis, _candidates(C, basis, tight_potentials(C, *basis[:2], g + v), g))
     for factor in CAPS:
         if best.gap <= TARGET_GAP:
             return best
         R = reduced_costs(C, best.f, best.g)
         cap = factor * _largest_needed(R, best, A, B)
         basis, v = network_simplex(np.minimum(R, cap, out=R), A, B)
-        flow = _certified(C, basis, (best.g + v, best.g))
+        flow = _certified(C, basis, _candidates(C, basis, best.g + v, best.g))
         best = min(best, flow, key=lambda x: (x.gap, x.cost))
     if best.gap > FAILED_GAP:
         raise ConvergenceError(
@@ -125,21 +128,29 @@ def _largest_needed(R: Array, flow: Flow, A: list[int], B: list[int]) -> float:
         return 1e-6 * paid
 
 
-def _certified(C: Array, basis: Support, starts: tuple[Array, ...], *, sweeps: int = SWEEPS) -> Flow:
-    """The plan with the best of several potentials; shortest paths only if the others leave a gap."""
+def _candidates(C: Array, basis: Support, *known: Array) -> Iterator[Array]:
+    """Column potentials that may prove a plan optimal; shortest paths only if the known ones leave a gap."""
+    yield from known
+    yield small_potentials(C, *basis[:2], max_sweeps=SWEEPS)
+
+
+def _certified(C: Array, basis: Support, candidates: Iterable[Array]) -> Flow:
+    """The plan with the best of several potentials."""
     rows, cols, mass = basis
     paid = mass * C[rows, cols]
     size = float(np.abs(paid).sum())
     best: Flow | None = None
-    for k in range(len(starts) + 1):
-        if best is not None and best.gap <= TARGET_GAP:
-            break
-        g = starts[k] if k < len(starts) else small_potentials(C, rows, cols, max_sweeps=sweeps)
-        f, g = feasible_pair(C, g)
-        slack = float(mass @ support_slack(C, f, g, rows, cols))
-        gap = slack / size if size > 0.0 else (0.0 if slack == 0.0 else np.inf)
-        if best is None or gap < best.gap:
-            best = Flow(rows, cols, mass, f, g, float(paid.sum()), gap)
+    for g in candidates:
+        # tight potentials need one transform to be feasible; the second improves those that are not
+        f = c_transform(C, g)
+        for again in (False, True):
+            g = c_transform(C.T, f) if again else g
+            slack = float(mass @ support_slack(C, f, g, rows, cols))
+            gap = slack / size if size > 0.0 else (0.0 if slack == 0.0 else np.inf)
+            if best is None or gap < best.gap:
+                best = Flow(rows, cols, mass, f, g, float(paid.sum()), gap)
+            if best.gap <= TARGET_GAP:
+                return best
     assert best is not None
     return best
 
@@ -150,13 +161,13 @@ def extend_potentials(C: Array, rows: Index, f: Array) -> tuple[Array, Array]:
     return c_transform(C, g), g
 
 
-def feasible(C: Array, f: Array, g: Array) -> bool:
-    """``f_i + g_j <= C_ij`` to one rounding of each term."""
+def feasible(C: Array, f: Array, g: Array, units: float = 0.0) -> bool:
+    """``f_i + g_j <= C_ij`` to one rounding of each term, and so many units of rounding of ``C`` itself."""
     if f.shape != C.shape[:1] or g.shape != C.shape[1:] or not (np.isfinite(f).all() and np.isfinite(g).all()):
         return False
     room = C - f[:, None]
     room -= g
-    rounding = 4 * EPS * (np.abs(f)[:, None] + np.abs(g) + np.abs(C))
+    rounding = 4 * EPS * (np.abs(f)[:, None] + np.abs(g) + (1.0 + units / 4.0) * np.abs(C))
     return bool((room >= -rounding).all())
 
 

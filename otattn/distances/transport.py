@@ -13,6 +13,7 @@ from otattn._tabular import Result
 from otattn.distances.bottleneck import bottleneck, witnessed_threshold
 from otattn.distances.costs import (
     SIMPLEX_BYTES,
+    blas_units,
     check_budget,
     ground_cost,
     pair_distances,
@@ -103,7 +104,7 @@ class TransportResult(Result):
         D = pairwise_distances(self.mu.points, self.nu.points)
         if not np.isinf(self.p):
             D = scaled_cost(D, self.p, self.scale)
-            if not feasible(D, f, g):
+            if not feasible(D, f, g, self.p * blas_units(self.mu.dim)):
                 return False
         elif f.shape != D.shape[:1] or g.shape != D.shape[1:] or not np.isfinite(np.r_[f, g]).all():
             return False
@@ -118,11 +119,11 @@ class TransportResult(Result):
 
     def _agrees(self, new: tuple[float, float, float]) -> bool:
         """The stored value and interval against recomputed ones."""
-        stored = (self.value, self.lower, self.upper)
+        stored, units = (self.value, self.lower, self.upper), blas_units(self.mu.dim)
         return (
             self.lower <= self.value <= self.upper
-            and all(abs(a - b) <= 8 * EPS * new[0] for a, b in zip(stored, new, strict=True))
-            and abs(self.gap - _relative_gap(*new[1:])) <= 16 * EPS
+            and all(abs(a - b) <= (8 + units) * EPS * new[0] for a, b in zip(stored, new, strict=True))
+            and abs(self.gap - _relative_gap(*new[1:])) <= (16 + units) * EPS
         )
 
     def __repr__(self) -> str:

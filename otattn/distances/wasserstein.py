@@ -30,8 +30,6 @@ from otattn.measures import AnyMeasure, DiscreteMeasure, GaussianMeasure, as_dis
 
 __all__ = ["discrete_pair", "wasserstein", "wasserstein_batch"]
 
-VANISHING = 1e-100
-
 
 def wasserstein(mu: AnyMeasure, nu: AnyMeasure, *, p: float = 2) -> float:
     """Wasserstein distance of order p, ``W_p = (min_P sum_ij P_ij |x_i - y_j|^p)^{1/p}``, by exact transport.
@@ -125,10 +123,8 @@ def _matched(x: Array, y: Array, p: float) -> float:
         return bottleneck(D, [1] * n, [1] * n).value
     # shortest augmenting paths keep potentials of the size of the costs paid so far: close pairs keep their
     # digits
-    rows, partner = linear_sum_assignment(ground_cost(D, p, [1] * n, [1] * n)[0])
-    value = power_mean(D[rows, partner], None, p)
-    # squares of such differences may have vanished beside the others
-    return value if value > VANISHING else power_mean(pair_distances(x, y[partner]), None, p)
+    _, partner = linear_sum_assignment(ground_cost(D, p, [1] * n, [1] * n)[0])
+    return power_mean(pair_distances(x, y[partner]), None, p)
 
 
 def _weighted(x: Array, A: list[int], y: Array, B: list[int], p: float) -> float:
@@ -140,6 +136,7 @@ def _weighted(x: Array, A: list[int], y: Array, B: list[int], p: float) -> float
         rows, cols, mass = monotone_plan(x[:, 0], A, y[:, 0], B)
     else:
         check_budget(len(x), len(y), SIMPLEX_BYTES)
+        (x, A), (y, B) = _interleaved(x, A), _interleaved(y, B)
         D = pairwise_distances(x, y)
         if np.isinf(p):
             return bottleneck(D, A, B).value
@@ -148,6 +145,14 @@ def _weighted(x: Array, A: list[int], y: Array, B: list[int], p: float) -> float
     return power_mean(pair_distances(x[rows], y[cols]), mass, p)
 
 
+def _interleaved(x: Array, A: list[int]) -> tuple[Array, list[int]]:
+    """Sorted atoms in another order: the simplex looks at a block of arcs at a time, and best where they differ."""
+    order = np.argsort(np.arange(len(x)) % _STRIDE, kind="stable")
+    return x[order], [A[k] for k in order.tolist()]
+
+
+_STRIDE = 16
+"""Neighbours are this many apart from now on: a tenth fewer pivots than in sorted order, as few as in random order."""
 _BLOCK = 1 << 21
 """Entries of the cost matrices that are formed at once (16 MB)."""
 _ORDINARY = (1e-140, 1e140)

@@ -22,6 +22,7 @@ from otattn.lipschitz.theorem import THEOREMS
 from otattn.models import Transformer
 from otattn.models.layer import ModelLayer
 from otattn.operators import measure_jacobian, top_singular
+from otattn.operators.threads import single_blas_thread
 from otattn.stability.fingerprint import fingerprint
 from otattn.stability.folder import StoreFolder, is_file
 from otattn.stability.samplers import window_pairs
@@ -36,14 +37,26 @@ REAL = 1e-10
 
 
 def measure_head(
-    layer: ModelLayer, h: int, seen: list[Array], whole: Array, n_pairs: int, p: float, tol: float, seed: int
+    layer: ModelLayer,
+    h: int,
+    seen: list[Array],
+    whole: Array,
+    n_pairs: int,
+    p: float,
+    tol: float,
+    seed: int,
+    far: float,
 ) -> dict[str, Array]:
-    """All that is kept of one head; ``seen`` holds the tokens ``(w, n, d)`` for each n, ``whole`` the longest windows."""
+    """All that is kept of one head; ``seen`` holds the tokens ``(w, n, d)`` for each n, ``whole`` the longest windows.
+
+    ``far`` is the largest norm in the layer's domain, which takes longer to find than what the heads share otherwise.
+    """
     head = layer.heads[h]
-    reduced = in_span(head, seen[0])[0]
-    spans = [in_span(head, X)[1] for X in seen]
-    particle = np.array([[_particle(reduced, z, tol) for z in Z] for Z in spans]).T
-    splitting = np.array([[splitting_part(reduced, reduced.as_measure(z)) for z in Z] for Z in spans]).T
+    B = _span(head)
+    reduced, spans = (head, seen) if B is None else (_reduced(head, B), [X @ B for X in seen])
+    with single_blas_thread():  # once for all the small products
+        particle = np.array([_particles(reduced, [Z[w] for Z in spans], tol) for w in range(len(spans[0]))])
+        splitting = np.array([[splitting_part(reduced, reduced.as_measure(z)) for z in Z] for Z in spans]).T
     radii = np.stack([np.linalg.norm(X, axis=2).max(axis=1) for X in seen], axis=1)
     upper = [_bounds(reduced, float(R), X.shape[1]) for R, X in zip(radii.max(axis=0), seen, strict=True)]
     ratios = np.zeros(0)
@@ -59,7 +72,7 @@ def measure_head(
         "particle": particle,
         "splitting": splitting,
         "radii": radii,
-        "domain_radius": np.asarray(layer.domain.max_norm),
+        "domain_radius": np.asarray(far),
         "norms": np.array([np.linalg.norm(maps.Wk.T @ maps.Wq, 2), np.linalg.norm(maps.V, 2)]),
         "gamma": np.asarray(head_gamma(head)),
         "published": np.array([published for published, _ in upper]),
@@ -74,9 +87,17 @@ def head_shapes(windows: int, sizes: int, n_pairs: int) -> dict[str, tuple[int, 
     return dict(zip(FIELDS, (table, table, table, (), (2,), (), bound, bound, (n_pairs,)), strict=True))
 
 
-def _particle(head: AttentionMap, tokens: Array, tol: float) -> float:
-    """The norm of the Jacobian at tokens of equal weight."""
-    return float(top_singular(measure_jacobian(head, tokens), precision="precise", tol=tol, rng=0).value)
+def _particles(head: AttentionMap, windows: list[Array], tol: float) -> list[float]:
+    """The norms of the Jacobian at tokens of equal weight, each search from the vector of the (mostly fewer) tokens before."""
+    found, start = [], None
+    for tokens in windows:
+        if start is not None:
+            known = min(len(start), len(tokens))
+            start = np.concatenate([start[:known], np.zeros((len(tokens) - known, tokens.shape[1]))])
+        top = top_singular(measure_jacobian(head, tokens), precision="precise", tol=tol, rng=0, start=start)
+        found.append(float(top.value))
+        start = top.right
+    return found
 
 
 def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:
@@ -134,15 +155,26 @@ def in_span(head: AttentionMap, X: ArrayLike) -> tuple[AttentionMap, Array]:
     >>> reduced.in_dim, Z.shape
     (2, (5, 2))
     """
-    tokens = check.as_float_array(X, "X")
+    tokens, B = check.as_float_array(X, "X"), _span(head)
+    return (head, tokens) if B is None else (_reduced(head, B), np.asarray(tokens @ B))
+
+
+def _span(head: AttentionMap) -> Array | None:
+    """An orthonormal basis ``(d, r)`` of what the head sees; None where that is all of R^d, or not known."""
     maps = affine_maps(head)
     rows = np.zeros((0, 0)) if maps is None else np.concatenate([maps.Wq, maps.Wk, maps.V])
     if maps is None or len(rows) >= rows.shape[1]:
-        return head, tokens
+        return None
     _, s, Vt = np.linalg.svd(rows, full_matrices=False)
     keep = s > s.max() * len(rows) * np.finfo(np.float64).eps
-    B = Vt[keep if keep.any() else slice(0, 1)].T
-    return head.in_coordinates(B, np.eye(len(maps.V))), np.asarray(tokens @ B)
+    return np.asarray(Vt[keep if keep.any() else slice(0, 1)].T)
+
+
+def _reduced(head: AttentionMap, B: Array) -> AttentionMap:
+    """The head in the coordinates of a basis."""
+    maps = affine_maps(head)
+    assert maps is not None
+    return head.in_coordinates(B, np.eye(len(maps.V)))
 
 
 FORMAT = 3

@@ -208,11 +208,12 @@ def measure_layers(
             layer = steps[0][0]
             if layer.index not in missing:
                 continue
+            far = float(layer.domain.max_norm)
             seen = [steps[min(j, len(steps) - 1)][2][:, :n] for j, n in enumerate(sizes)]
             for h in count:
                 at = layer.index, h
                 if at not in found:
-                    found[at] = measure_head(layer, h, seen, steps[-1][2], n_pairs, order, tol, int(rng))
+                    found[at] = measure_head(layer, h, seen, steps[-1][2], n_pairs, order, tol, int(rng), far)
                     LOG.info("heads: layer %d, head %d, %d of %d", *at, len(found), total)
                     if store is not None:
                         store.put(*at, found[at])

@@ -20,6 +20,9 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
 
+RANK_TOL = 1e-15
+"""Eigenvalues of a form, over the largest, that a search may leave out: what it finds is evaluated on the whole form."""
+
 
 def max_norm_product(V: Any, B: Any) -> Any:
     r"""``max_{|u| = 1} |V u| |B^T u|``, never below the exact value; ``V (e, d)``, ``B (d, k)``.
@@ -33,6 +36,8 @@ def max_norm_product(V: Any, B: Any) -> Any:
     if is_zero(v) or is_zero(b):
         return 0.0
     near1, near2 = mid((V / v).T @ (V / v)), mid((B / b) @ (B / b).T)
+    U = _range_of(near1 + near2)
+    near1, near2 = U.T @ near1 @ U, U.T @ near2 @ U
 
     def dual(x: float) -> float:
         return 0.5 * float(np.linalg.eigvalsh(math.exp(x) * near1 + math.exp(-x) * near2)[-1])
@@ -83,6 +88,8 @@ def column_exponent(A: Any, c: Any | None, R: Any) -> Any:
     B = A / unit
     b = np.zeros(len(A)) if c is None else c / unit / r
     near_B, near_b = mid(B), mid(b)
+    U = _range_of(near_B @ near_B.T + near_B.T @ near_B + np.outer(near_b, near_b))
+    near_B, near_b = U.T @ near_B @ U, U.T @ near_b
 
     def value(x: float) -> float:
         nu = math.exp(x)
@@ -162,6 +169,12 @@ def _ball_multipliers(Q: Array, b: Array) -> tuple[float, float]:
         lam = max(lam, float(q[-1]) + 1e-14 * (1.0 + abs(float(q[-1]))))
         t = float(np.sum(beta2 / (lam - q)))
     return lam, t
+
+
+def _range_of(S: Array) -> Array:
+    """An orthonormal basis of the range of a form: heads of low rank are searched in a small space."""
+    sizes, U = np.linalg.eigh(S)
+    return np.asarray(U[:, sizes > RANK_TOL * sizes[-1]])
 
 
 def _minimise(f: Callable[[float], float]) -> float:
