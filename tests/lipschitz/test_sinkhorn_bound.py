@@ -86,3 +86,14 @@ def test_rigorous_on_every_domain(p):
         proved = bound.rigorous_value()
         assert bound.verify(rigorous=True)
         assert bound.value * (1.0 - 1e-9) <= proved <= bound.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("a", [4.0, 16.0])
+def test_rare_far_tokens_are_tried(a: float) -> None:
+    """A = I over all measures: atoms at ``+-R e_1`` whose plan has the share p have ``p + 8 a p (1-p) / (1+p)``."""
+    p = np.linspace(0.0, 1.0, 10_001)
+    known = float((p + 8.0 * a * p * (1.0 - p) / (1.0 + p)).max())
+    attention = oa.SinkhornAttention(np.eye(2), np.eye(2))
+    found = oa.lipschitz_lower_bound(attention, radius=a**0.5, rng=0, effort="fast").value
+    assert 0.98 * known < found <= oa.bounds.sinkhorn_bound(attention, radius=a**0.5).value

@@ -27,6 +27,8 @@ _SIZE = {"fast": (8, 5, 25), "deep": (40, 12, 80)}
 STEP = 1e-6
 MOST_HINTS = 4
 """Forms whose structured starts are tried for a map that is built of many heads."""
+LIGHTER = np.geomspace(1.0, 300.0, 12)
+"""Logarithms of the shares of rare atoms."""
 GRADIENT_LIMIT = 48
 """Atoms with more coordinates than this in all are ascended along random directions only."""
 
@@ -119,6 +121,11 @@ def _starts(layout: Layout, rng: np.random.Generator, count: int) -> list[tuple[
                 *(b for b in structured if b is not None and b.atoms <= n),
             ]
         batches += [b for b in structured if b is not None]
+    if n is None:  # two opposed atoms, one of them ever lighter: what a kernel makes of a rare far token
+        z, other = witnesses.opposed(chart, forms, rng, 2)
+        shares = np.stack([-LIGHTER, np.zeros_like(LIGHTER)], axis=1)
+        pairs = np.repeat(np.stack([z, other], axis=1), len(LIGHTER), axis=0)
+        batches.append(Candidates(pairs, np.tile(shares, (len(z), 1))))
     for c in (2, 3, 4):
         if n is None or c <= n:
             batches.append(witnesses.random_tokens(chart, n or 1000, c, count, rng))
