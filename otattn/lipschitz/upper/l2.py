@@ -180,8 +180,8 @@ def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact
     - ``w_n = 4 t^2 - 12 t + 4``, t the root of ``(t^2 - 3t + 1) / (2t - 1) = (n-1) e^{-t}``, and ``w_1 = 0``; a row attains it
       where the other tokens sit at ``+-sqrt(t) u``, half at each;
     - ``tau_n e^{tau_n + 1} = n - 1``; ``kappa_p = (log 2)^{p/2} + p Gamma(p/2, log 2)``, ``1 + log 2`` at p = 2;
-    - ``R_n = 4 x + 1``, ``x e^{x + 3/2} = n - 1`` (the published bound for p = inf has ``x e^{x+1} = n - 1``), attained
-      for odd n.
+    - ``R_n = 4 z + 1``, ``z e^{z + 3/2} = n - 1`` (the published bound for p = inf has ``z e^{z+1} = n - 1``), attained for
+      odd n: half of the others at ``+-r u``, ``r^2 = z + 3/2``.
 
     The order at p = 2 is that of the constant: ``e^{1 + rho^2} / 2`` tokens at 0 that move along ``v_0``, and N tokens at
     ``v_0 + rho v_i`` with ``rho^2 = log(5 N) / 2``, v orthonormal, have more than a twentieth of the bound. Several heads as in
@@ -236,14 +236,16 @@ def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact
     4 m sigma + 4 sigma^2 (r^2 - 1)``. R is the maximum over x of ``1 + p (4 x - 2)``, ``p = kappa / (1 + kappa)``, so ``kappa
     (4 r^2 - 1 - R) <= R - 1``, and ``h <= 4 r^2 - 1`` suffices.
 
-    - ``r^2 >= 1 + m^2``: b is convex in s, and at ``s = +-r`` h is ``4 r^2 - 1 - 4 m^2``.
-    - ``r^2 < 1 + m^2``, ``sigma < 0``: ``b <= 1 + 2 m |sigma|``, so ``h <= 1 + 2 |sigma| (r - m) <= 1 + 2 r^2``.
-    - ``r^2 < 1 + m^2``, ``sigma >= 0``: ``sigma <= r - m < 1/(r + m)``, so ``sigma (r^2 - 1) <= m``, ``b <= 1``, and ``h <= 1 +
-      2 (r - m)(r + 2 m) <= 1 + (9/4) r^2``.
+    - ``r^2 >= 1 + m^2``: b is convex in s, and at ``s = +-r`` it is ``2 r (r -+ m) - 1``, not negative as ``r - m >= 1/(r + m) >=
+      1/(2 r)``; so h is ``4 r^2 - 1 - 4 m^2`` there.
+    - ``r^2 < 1 + m^2``, ``sigma < 0``: ``b <= 1 + 2 m |sigma|``, so ``h <= 1 + 2 |sigma| (r - m)``, at most ``1 + 2 r^2`` as ``|sigma|
+      <= r + m`` (and at most 1 for r < m).
+    - ``r^2 < 1 + m^2``, ``sigma >= 0``, so ``r >= m``: for r > 1, ``sigma <= r - m < 1/(r + m)`` gives ``sigma (r^2 - 1) <= m``. So
+      ``b <= 1`` and ``h <= 1 + 2 (r - m)(r + 2 m) <= 1 + (9/4) r^2``.
 
     The last two are at most ``4 r^2 - 1`` for ``x = r^2 >= 8/7``. Below, ``1 + (9/4) x p(x) <= R`` suffices. Up to ``x = tau_n +
-    1``, which is beyond 8/7, ``x p`` increases: for ``x <= 1`` take ``(9/4) p(1) <= 3 p(5/4) <= R - 1``, beyond it ``(18/7) p(8/7) <=
-    4 p(3/2) <= R - 1``, by ``p(y) / p(x) >= (1 + e^x) / (1 + e^y)``. A causal mask leaves fewer others in each row.
+    1``, which is beyond 8/7, ``x p`` increases, and ``(18/7) p(8/7) <= 4 p(3/2) <= R - 1`` by ``p(y) / p(x) >= (1 + e^x) /
+    (1 + e^y)`` for y > x. A causal mask leaves fewer others in each row.
 
     Examples
     --------
