@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("constants over all measures (found), a = " + ", ".join(f"{a:g}" for a in SIZES))
     print("  K^0: " + " ".join(f"{v:.4g}" for v in raw))
     for name, values in found.items():
-        print(f"  K^{name}: " + " ".join(f"{v:.4g}" for v in values) + f"; like e^({rates[name]:.2f} a) from a = 8 to 16")
+        print(
+            f"  K^{name}: " + " ".join(f"{v:.4g}" for v in values) + f"; like e^({rates[name]:.2f} a) from a = 8 to 16"
+        )
     for name, values in upper.items():
         print(f"  proven, K^{name}: " + " ".join(f"{v:.4g}" for v in values))
     gap = found["9"][-1] / upper["inf"][-1]
@@ -95,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         assert np.all(found[name] <= proven), f"K^{name}: a witness above a proven bound"
     assert np.all(found["inf"][1:] > 0.999 * SIZES[1:]), "two atoms give the limit the constant a"
     assert np.all(found["1"][2:] > upper["1"][2:] / 1.03), "softmax should come within 3 percent of its bound"
-    assert min(rates[name] for name in STEPS if name != "inf") > 0.5, f"finite numbers should be exponential, received {rates}"
+    assert min(rates[name] for name in STEPS if name != "inf") > 0.5, (
+        f"finite numbers should be exponential, received {rates}"
+    )
     assert gap > 100.0, f"K^9 should exceed what is proven of the limit, received a ratio of {gap:.1f}"
     pictures.save(draw(raw, found, upper), "few_normalisations")
 
@@ -117,7 +121,13 @@ def draw(raw: np.ndarray, found: dict[str, np.ndarray], upper: dict[str, np.ndar
     for name, (color, marker) in LOOKS.items():
         power = name.replace("inf", r"\infty")
         left.plot(
-            SIZES, found[name], color=colors[color], marker=marker, ms=4, lw=1.2, label=f"$K^{{{power}}}$: {words[name]}"
+            SIZES,
+            found[name],
+            color=colors[color],
+            marker=marker,
+            ms=4,
+            lw=1.2,
+            label=f"$K^{{{power}}}$: {words[name]}",
         )
     for name, label in (("1", None), ("inf", "up to what is proven")):
         left.fill_between(SIZES, found[name], upper[name], color=colors[LOOKS[name][0]], alpha=0.25, lw=0, label=label)
