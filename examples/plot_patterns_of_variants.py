@@ -134,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = max(value for key, value in moved.items() if key != ("L2", "to two lines"))
     print(
         f"headline: the same four patterns under three variants (ends within {worst:.1e}, limits of softmax within {kept:.1e} but for "
-        f"L2 on two lines, {moved['L2', 'to two lines']:.2f}); mixed disc: {counts['softmax'][0]} converge, {counts['softmax'][2]} blow up"
+        f"L2 on two lines, {moved['L2', 'to two lines']:.2f}); mixed disc: {counts['softmax'][0]} converge, "
+        f"{counts['softmax'][2]} blow up"
     )
     assert worst < 1e-3, f"all flows should end in the limit sets, received a distance of {worst:.1e}"
     assert kept < 1e-3, f"limits should be those of softmax, received {kept:.1e}"
