@@ -182,6 +182,8 @@ MAPS: dict[str, Callable[[Rng], AttentionMap]] = {
     "l2-k=2-e=4": lambda r: L2Attention(mat(r, 2), mat(r, 2), mat(r, 4)),
     "sinkhorn": lambda r: sinkhorn(r),
     "sinkhorn-e=4": lambda r: sinkhorn(r, 4),
+    "sinkhorn-n_iter=1": lambda r: SinkhornAttention(mat(r), mat(r), n_iter=1),
+    "sinkhorn-n_iter=5-e=2": lambda r: SinkhornAttention(mat(r), mat(r, 2), n_iter=5),
     "sigmoid": lambda r: SigmoidAttention(mat(r), mat(r, 2)),
     "relu": lambda r: ReLUAttention(mat(r), mat(r, 4)),
     "linear": lambda r: LinearAttention(mat(r), mat(r, 2)),

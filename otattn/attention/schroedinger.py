@@ -87,6 +87,13 @@ class Potentials:
         state = self._iterate(state, self.tol, last=True)
         return state.f, state.h
 
+    def sweeps(self, count: int) -> Array:
+        """The column potential after each of so many normalisations of the columns, ``(count, n)``, from zero."""
+        out, h = np.empty((count, len(self.w))), np.zeros(len(self.w))
+        for k in range(count):
+            h = out[k] = h - self._evaluate(1.0, h).defect
+        return out
+
     def _iterate(self, state: _State, target: float, *, last: bool) -> _State:
         best, since, start = state, 0, self.evaluations
         sweeps, wait, refused = 0, 3, 0

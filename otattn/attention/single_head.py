@@ -128,6 +128,27 @@ class NormalisedJacobian:
             dK -= 2.0 * column[:, None] * k.K
         return dQ @ head.Wq + dK @ head.Wk + dV @ head.V, column
 
+    def column_jvp(self, direction: Array, extra: Array | None = None) -> Array:
+        """The derivative ``(n,)`` of the column masses ``sum_i w_i P_ij``."""
+        weights = self.kernel.weights
+        moved = np.zeros(self.kernel.n)
+        for rows, _, dP in self.row_derivatives(direction, extra):
+            moved += weights[rows] @ dP
+        return moved
+
+    def column_vjp(self, s: Array) -> tuple[Array, Array]:
+        """The adjoint of :meth:`column_jvp` for bilinear logits: tokens ``(n, d)`` and columns' log offsets ``(n,)``."""
+        k, head = self.kernel, self.kernel.head
+        dQ, dK, column = np.empty_like(self.Q), np.zeros_like(k.K), np.zeros(k.n)
+        for rows, P in self.rows():
+            T = s[None, :] - (P @ s)[:, None]
+            T *= P
+            T *= k.weights[rows, None]
+            dQ[rows] = T @ k.K
+            dK += T.T @ self.Q[rows]
+            column += T.sum(axis=0)
+        return dQ @ head.Wq + dK @ head.Wk, column
+
     def dense(self) -> Array:
         """``(n, e, n, d)`` assembled from ``P_ij (V + (v_j - o_i) g_ij^T)`` and the diagonal field part."""
         k, head = self.kernel, self.kernel.head

@@ -264,7 +264,7 @@ def field_of(attention: AttentionMap) -> GaussianField | None:
 field_of.register(SoftmaxAttention, lambda a: SoftmaxField(a.A, a.V, a.bias, a.value_bias))
 field_of.register(LinearAttention, lambda a: LinearField(a.A, a.V))
 field_of.register(L2Attention, lambda a: L2Field(a.Q, a.K, a.V))
-field_of.register(SinkhornAttention, lambda a: SinkhornField(a.A, a.V))
+field_of.register(SinkhornAttention, lambda a: SinkhornField(a.A, a.V) if a.unfinished is None else None)
 
 
 @field_of.register

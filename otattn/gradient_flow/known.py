@@ -111,9 +111,13 @@ def _gradient(attention: Any, energy: Callable[[Array], Energy]) -> KnownStructu
     return None if found is None else KnownStructure(energy(found[0]), found[1], False)
 
 
-known_structure.register(
-    SinkhornAttention, lambda a: _gradient(a, partial(SinkhornEnergy, tol=a.tol, max_iter=a.max_iter))
-)
+@known_structure.register
+def _sinkhorn(attention: SinkhornAttention) -> KnownStructure | None:
+    if attention.unfinished is not None:
+        return None
+    return _gradient(attention, partial(SinkhornEnergy, tol=attention.tol, max_iter=attention.max_iter))
+
+
 known_structure.register(ExponentialAttention, partial(_gradient, energy=ExponentialEnergy))
 known_structure.register(LinearAttention, partial(_gradient, energy=LinearEnergy))
 known_structure.register(ReLUAttention, partial(_gradient, energy=ReLUEnergy))
@@ -163,7 +167,11 @@ def _gaussian_form(attention: Any, energy: Callable[[Array], GaussianEnergy]) ->
 
 known_gaussian_structure.register(SoftmaxAttention, partial(_gaussian_form, energy=GaussianSoftmaxEnergy))
 known_gaussian_structure.register(LinearAttention, partial(_gaussian_form, energy=GaussianSoftmaxEnergy))
-known_gaussian_structure.register(SinkhornAttention, partial(_gaussian_form, energy=GaussianSinkhornEnergy))
+
+
+@known_gaussian_structure.register
+def _gaussian_sinkhorn(attention: SinkhornAttention) -> tuple[GaussianEnergy, float] | None:
+    return None if attention.unfinished is not None else _gaussian_form(attention, GaussianSinkhornEnergy)
 
 
 def _proportional(V: Array, A: Array) -> tuple[Array, float] | None:

@@ -106,7 +106,11 @@ def l2(masked: bool | None = None) -> Reason:
 
 unnormalised_map: Reason = _head(PointwiseAttention, "sigmoid, ReLU, linear or exponential attention", None)
 rotary: Reason = _head(RotaryAttention, "RotaryAttention", False)
-sinkhorn: Reason = _head(SinkhornAttention, "SinkhornAttention", False)
+
+
+def sinkhorn(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
+    """Sinkhorn attention, rows and columns of mass one both."""
+    return _head(SinkhornAttention, "SinkhornAttention", False)(attention, domain, n, p) or attention.unfinished
 
 
 def single_heads(attention: Any, causal: bool = False) -> Iterator[tuple[Any, bool]]:

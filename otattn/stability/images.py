@@ -104,6 +104,8 @@ def _head(head: Projections, atoms: Atoms) -> Enclosed:
 
 
 def _sinkhorn(attention: SinkhornAttention, atoms: Atoms) -> Enclosed | None:
+    if attention.unfinished is not None:  # the error of sweeps that stop is not bounded here
+        return None
     c = _centre(atoms)
     Z = atoms.points - c
     offset = column_potential(attention, Z, atoms.weights)

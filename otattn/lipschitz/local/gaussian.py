@@ -179,7 +179,7 @@ def affine_derivative(attention: AttentionMap, m: Array, S: Array) -> _Derivativ
         return _linear(attention, m, S)
     if isinstance(attention, L2Attention):
         return _l2(attention, m, S)
-    if isinstance(attention, SinkhornAttention):
+    if isinstance(attention, SinkhornAttention) and attention.unfinished is None:
         return _sinkhorn(attention, S)
     raise NotGaussianPreservingError(
         "attention must be softmax, linear, L2, Sinkhorn or multi-head attention of these for a Gaussian "

@@ -228,6 +228,8 @@ def _verdict(attention: AttentionMap) -> tuple[bool | None, str]:
     for head, _ in heads:
         if not isinstance(head, _KNOWN):
             return None, f"no theorem says that {head.kind} satisfies all three estimates"
+        if isinstance(head, SinkhornAttention) and head.unfinished is not None:
+            return None, f"estimate 3 is proven for the limit, {head.unfinished}"
     words = {_words(head) for head, _ in heads}
     masked = MASK if any(causal and not isinstance(head, PointwiseAttention) for head, causal in heads) else ""
     if UNBOUNDED in words:

@@ -38,6 +38,8 @@ def known_heads(attention: Any, domain: Any, n: int | None, p: float) -> str | N
         if not isinstance(head, SoftmaxAttention | L2Attention | SinkhornAttention | PointwiseAttention):
             kind = head.kind if isinstance(head, AttentionMap) else type(head).__name__
             return f"attention must be built of softmax, L2, Sinkhorn or unnormalised heads, received {kind}"
+        if isinstance(head, SinkhornAttention) and head.unfinished is not None:
+            return head.unfinished
     return None
 
 
