@@ -159,7 +159,7 @@ def test_hemisphere() -> float:
     return float(np.log(first / last) / 4.0)
 
 
-@seed(GLPR24, "agrees", "otattn.flow", value="apart by 0.000")
+@seed(GLPR24, "agrees", "otattn.flow", story="plot_phase_diagram.py", value="apart by 0.000")
 def test_equiangular_tokens() -> float:
     """n = d orthogonal tokens stay equiangular: their cosine obeys ``c' = 2 e^{beta c} (1 - c) ((n-1) c + 1) / (e^beta +
     (n-1) e^{beta c})``.
@@ -204,7 +204,7 @@ def test_metastability() -> tuple[int, int]:
     return int(counts[0][2]), int(counts[1][2])
 
 
-@seed(GLPR24, "agrees", "otattn.flow", value="1.00, 0.34")
+@seed(GLPR24, "agrees", "otattn.flow", story="plot_phase_diagram.py", value="1.00, 0.34")
 def test_phase_diagram_of_close_pairs() -> tuple[float, float]:
     """Phase diagram over (t, beta), tokens uniform on the circle: the share of close pairs is 1 for small beta and large
     t, and stays below for large beta.

@@ -82,6 +82,7 @@ def test_growth_by_layer() -> tuple[float, float, float]:
     f"{CAP24}, causal models",
     "not reproduced",
     "otattn.measure_layers",
+    story="plot_random_trained_adversarial.py",
     value="n^0.08 to n^0.53",
 )
 def test_growth_of_a_causal_model() -> tuple[float, float]:

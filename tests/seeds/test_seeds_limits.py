@@ -80,10 +80,32 @@ def test_pattern_two_lines() -> tuple[float, float]:
 
 
 @seed(
+    CACP25,
+    "agrees",
+    "otattn.gaussian_limit",
+    story="plot_patterns_of_variants.py",
+    value="diag(0.00, 0.51), diag(0.00, 0.51), diag(0.00, 0.51)",
+)
+def test_patterns_of_variants() -> list[float]:
+    """The patterns of covariances occur under L2, Sinkhorn and multi-head attention, too.
+
+    Value: the line of ``V = I, A = diag(-1, 0)`` from the same start, L2, Sinkhorn and two heads of A and A/2.
+    """
+    A, V = np.diag([-1.0, 0.0]), np.eye(2)
+    variants = (
+        oa.L2Attention(0.5 * np.eye(2), A.T, V),
+        oa.SinkhornAttention(A, V),
+        oa.MultiHeadAttention([oa.SoftmaxAttention(A, 0.5 * V), oa.SoftmaxAttention(0.5 * A, 0.5 * V)]),
+    )
+    start = oa.GaussianMeasure(np.zeros(2), np.array([[a, c], [c, b]]))
+    return [float(x) for map in variants for x in np.diag(oa.gaussian_limit(map, start).covariance)]
+
+
+@seed(
     f"{CACP25}, trace-normalised covariances",
     "agrees",
     "otattn.gaussian_flow_batch",
-    story="plot_blow_up.py",
+    story="plot_patterns_of_variants.py",
     value="38 converge, 6 blow up",
     slow=True,
 )

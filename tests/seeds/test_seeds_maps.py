@@ -87,7 +87,14 @@ def test_sinkhorn_attention() -> None:
     np.testing.assert_allclose(weights @ X @ V.T, found, rtol=1e-10)
 
 
-@seed(f"{SABP22}", "agrees", "otattn.SinkhornAttention", "otattn.SoftmaxAttention", value="0.17, 0.0086, 0.0017")
+@seed(
+    SABP22,
+    "agrees",
+    "otattn.SinkhornAttention",
+    "otattn.SoftmaxAttention",
+    story="plot_few_normalisations.py",
+    value="0.17, 0.0086, 0.0017",
+)
 def test_few_sinkhorn_steps() -> None:
     """A few steps suffice in practice: one step of rows is softmax, and the images tend to those of Sinkhorn attention
     geometrically.

@@ -122,7 +122,8 @@ def _starts(layout: Layout, rng: np.random.Generator, count: int) -> list[tuple[
             ]
         batches += [b for b in structured if b is not None]
     if n is None:  # two opposed atoms, one of them ever lighter: what a kernel makes of a rare far token
-        z, other = witnesses.opposed(chart, forms, rng, 2)
+        z = ends[:2]
+        other = chart.clip(-z)
         shares = np.stack([-LIGHTER, np.zeros_like(LIGHTER)], axis=1)
         pairs = np.repeat(np.stack([z, other], axis=1), len(LIGHTER), axis=0)
         batches.append(Candidates(pairs, np.tile(shares, (len(z), 1))))
