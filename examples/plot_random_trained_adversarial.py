@@ -1,5 +1,5 @@
 r"""Random, trained, adversarial: how the local constant grows, and what the tokens look like
-========================================================================================
+=========================================================================================
 
 Three kinds of tokens for causal attention: those of untrained GPT-2-like models (Gaussian matrices, as drawn at the start of
 training and ten times as large), those of a trained model on a novel (SmolLM2, 512 tokens), and adversarial ones in the heads of
