@@ -1,5 +1,5 @@
 r"""Rows, columns, rows again: what each normalisation of the kernel does to the Lipschitz constant
-==============================================================================================
+===============================================================================================
 
 The kernel ``exp(<A x, y>)`` as it is (K^0), with rows normalised (K^1, softmax), with rows and columns normalised by turns (K^3,
 K^5: the networks of the paper stop about there) and in the limit, Sinkhorn attention (K^inf). We take A = -a I and V = I on the

@@ -1,5 +1,5 @@
 r"""Covariances under L2, Sinkhorn and two heads: the same four patterns, and a disc of mixed fates
-==============================================================================================
+===============================================================================================
 
 The story on the four patterns of covariances is about softmax attention. Here the same A and V stand in L2 attention (``Q =
 I/2``, ``K = A^T``, so that ``2 K^T Q = A``), in Sinkhorn attention, and in a first head that a second one joins. All keep Gaussians

@@ -1,5 +1,5 @@
 r"""When do tokens on a sphere meet? A phase diagram over time and sharpness, and the equiangular curve
-====================================================================================================
+===================================================================================================
 
 Tokens on the unit sphere with Q = K = sqrt(beta) I and V = I, ``x' = P_x Gamma(x)`` (LayerNorm in continuous time). For beta
 near 0 all of them meet quickly, and the sharper the attention, the longer they wait. Tokens that all stand at the same angle

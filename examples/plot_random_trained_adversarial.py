@@ -1,5 +1,5 @@
 r"""Random, trained, adversarial: how the local constant grows, and what the tokens look like
-========================================================================================
+=========================================================================================
 
 Three kinds of tokens for causal attention: those of untrained GPT-2-like models (Gaussian matrices, as drawn at the start of
 training and ten times as large), those of a trained model on a novel (SmolLM2, 512 tokens), and adversarial ones in the heads of
@@ -16,8 +16,8 @@ How the numbers compare: adversarial tokens give n^0.53 (talk: 0.51). Random mod
 initialisation, where attention is nearly uniform, and like n^0.08 to n^0.27 at ten times that scale. The trained model is not one
 number: n^0.07 in layer 0, n^0.25 in layer 8, n^0.51 in layers 15 and 29 (two heads each), so that the n^0.26 of the talk lies in
 between. The largest norm of n tokens grows like n^0.00 to n^0.06 by layer: much slower than the constant (the talk saw it grow with
-learned positions; these are rotary). In the bundled layer R^2 gamma is 12 to 101 by head (talk: 10^2 to 10^3). One window of text, two heads
-a layer: ``benchmarks/real_models.py`` measures all heads on several windows up to n = 128.
+learned positions; these are rotary). In the bundled layer R^2 gamma is 12 to 101 by head (talk: 10^2 to 10^3). One window of
+text, two heads a layer: ``benchmarks/real_models.py`` measures all heads on several windows up to n = 128.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,14 @@
 r"""Limiting Gaussians are degenerate: the ranks of limits in dimension 3, 4 and 5
 ==============================================================================
 
-Where do Gaussian tokens go under softmax attention, if they go anywhere? We draw random A and full-rank initial
-covariances and count the rank of the limit in three cases.
+Where do Gaussian tokens go under attention (softmax, in one case L2), if they go anywhere? We draw random A and full-rank initial
+covariances and count the rank of the limit in four cases.
 
 * V = I and V random, symmetric ``A = K^T D K`` of rank ``r = floor(d/2)`` (D random signs). Directions in the kernel of
   ``Q L_0``, ``Sigma_0 = L_0 L_0^T``, never move, so the rank is at least ``d - r``; and a finite limit has ``Sigma A
   Sigma = 0``, so it is at most ``dim ker A + min(#positive, #negative eigenvalues of A)``.
+* L2 attention under the law of the papers: ``A = -Q^T Q / sqrt(d)`` of rank ``floor(d/2)``, ``V = F^T F``. Every limit has rank
+  ``d - r``, a theorem for almost all draws.
 * V = -A, A invertible with eigenvalues between 1/2 and 3/2 in size. The flow descends ``tr(A Sigma A Sigma) / 4``, the
   square of the norm of ``Sigma^(1/2) A Sigma^(1/2)``, which must vanish in the limit: the rank is at most
   ``min(#positive, #negative) <= d / 2``.
@@ -14,9 +16,9 @@ covariances and count the rank of the limit in three cases.
 Reproduces: Castin, Ablin, Carrillo, Peyré, "A Unified Perspective on the Dynamics of Deep Transformers", 2025: limits of
 the Gaussian flow have low rank (V = I, and numerically random V), and the histograms of limit ranks for d = 3, 4, 5.
 
-How the numbers compare: for V = I all finite limits have rank exactly ``ceil(d / 2)``; for random V they lie between the
-two bounds and for V = -A at ``min(#positive, #negative)``. Only flows that have settled are counted: each eigenvalue was
-followed over decades of time to where it stays or vanishes. Blow-ups concentrate on rank 1.
+How the numbers compare: for V = I, and for L2 attention under the published law, all finite limits have rank exactly ``ceil(d /
+2)``; for random V they lie between the two bounds and for V = -A at ``min(#positive, #negative)``. Only flows that have settled
+are counted: each eigenvalue was followed over decades of time to where it stays or vanishes. Blow-ups concentrate on rank 1.
 """
 
 from collections.abc import Sequence
@@ -48,7 +50,7 @@ def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     pictures = gallery("rank_histograms", __doc__, argv)
-    _, axes = panels(3, size=(3.9, 3.7))
+    _, axes = panels(4, size=(3.6, 3.7))
     colors = [oa.plotting.COLORS[name] for name in ("blue", "orange", "green")]
     worst, total, settled = 1.0, 0, 0
     for k, (d, color) in enumerate(zip(DIMS, colors, strict=True)):
@@ -65,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             _bars(ax, k, ranks, color, f"d = {d}, finite limit")
             other = found.ranks[~finite & found.settled]
             _bars(ax, k, other, color, f"d = {d}, blow-up", below=np.bincount(ranks, minlength=6))
+        published = oa.limit_rank_histogram("l2", dim=d, draws=DRAWS, law="published", rng=d)
+        print(
+            f"L2, d = {d}: ranks {sorted(set(published.ranks.tolist()))}, {published.settled.sum()} of {DRAWS} settled"
+        )
+        of_l2 = published.ranks[published.settled]
+        assert np.all(of_l2 == (d + 1) // 2), f"L2 limits should have rank ceil(d / 2), received {set(of_l2.tolist())}"
+        _bars(axes[3], k, of_l2, color, f"d = {d}")
         ranks, least = descents(d, DRAWS, np.random.default_rng(d))
         exact = int((ranks == least).sum())
         print(f"V = -A, d = {d}: rank min(#positive, #negative) in {exact} of {len(ranks)} settled draws")
@@ -72,12 +81,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         total, settled = total + exact, settled + len(ranks)
         _bars(axes[2], k, ranks, color, f"d = {d}")
     print(
-        f"headline: ceil(d / 2) for V = I; between the bounds in {worst:.0%} for random V; "
+        f"headline: ceil(d / 2) for V = I and for L2 attention; between the bounds in {worst:.0%} for random V; "
         f"min(#positive, #negative) in {total} of {settled} settled draws for V = -A"
     )
     for ax, title in zip(
         axes,
-        ("V = I, A of rank floor(d/2)", "random V, A of rank floor(d/2)", f"V = -A, settled among {DRAWS}"),
+        (
+            "V = I, A of rank floor(d/2)",
+            "random V, A of rank floor(d/2)",
+            f"V = -A, settled among {DRAWS}",
+            "L2, the published law",
+        ),
         strict=True,
     ):
         ax.set_xticks(range(6))

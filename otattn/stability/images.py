@@ -104,8 +104,8 @@ def _head(head: Projections, atoms: Atoms) -> Enclosed:
 
 
 def _sinkhorn(attention: SinkhornAttention, atoms: Atoms) -> Enclosed | None:
-    if attention.unfinished is not None:  # the error of sweeps that stop is not bounded here
-        return None
+    if attention.n_iter is not None:
+        return _stopped(attention, atoms, attention.n_iter // 2)
     c = _centre(atoms)
     Z = atoms.points - c
     offset = column_potential(attention, Z, atoms.weights)
@@ -114,6 +114,20 @@ def _sinkhorn(attention: SinkhornAttention, atoms: Atoms) -> Enclosed | None:
     Q = Z @ attention.A.T
     values = softmax_rows(lambda rows: Q[rows] @ Z.T + offset, Z @ attention.V.T, atoms)
     return values + column(c, Z) @ attention.V.T
+
+
+def _stopped(attention: SinkhornAttention, atoms: Atoms, sweeps: int) -> Enclosed:
+    """Rows, then columns and rows ``sweeps`` times: ``E_ij`` is ``w_j`` times the kernel, up to a factor of each row."""
+    c = _centre(atoms)
+    Z = atoms.points - c
+    S = (linear(Z, attention.A) + linear(column(c, Z), attention.A)) @ Z.T
+    E = weighted(functions.exp(S - S.high.max(axis=1, keepdims=True)), atoms, slice(None))
+    w = np.ones(len(atoms.weights)) if atoms.uniform else atoms.weights
+    ones = np.ones((len(w), 1))
+    for _ in range(sweeps):
+        masses = Enclosed.exact(w[None, :], fine=Z.fine) @ (E / (E @ ones))
+        E = E * w / masses
+    return (E @ (Z @ attention.V.T)) / (E @ ones) + column(c, Z) @ attention.V.T
 
 
 _POINTWISE: dict[type[PointwiseAttention], Callable[[Enclosed], Enclosed]] = {

@@ -181,7 +181,7 @@ def _sinkhorn(a: SinkhornAttention, x: list[Vector], mass: Vector) -> list[Vecto
     q = [times_matrix(a.A, v) for v in x]
     K = [[mp.e ** dot(q[i], x[j]) for j in range(n)] for i in range(n)]
     h = [mp.mpf(1)] * n
-    for _ in range(5000):
+    for _ in range(5000 if a.n_iter is None else a.n_iter // 2):
         f = [1 / mp.fsum(mass[j] * K[i][j] * h[j] for j in range(n)) for i in range(n)]
         new = [1 / mp.fsum(mass[i] * K[i][j] * f[i] for i in range(n)) for j in range(n)]
         moved = max(abs(s / t - 1) for s, t in zip(new, h, strict=True))
@@ -189,7 +189,8 @@ def _sinkhorn(a: SinkhornAttention, x: list[Vector], mass: Vector) -> list[Vecto
         if moved < mp.mpf(10) ** (5 - DIGITS):
             break
     else:
-        raise ArithmeticError("the sweeps are too slow for a reference: smaller logits")
+        if a.n_iter is None:
+            raise ArithmeticError("the sweeps are too slow for a reference: smaller logits")
     v = [times_matrix(a.V, y) for y in x]
     rows = [[mass[j] * K[i][j] * h[j] for j in range(n)] for i in range(n)]
     return [mean([s / mp.fsum(row) for s in row], v) for row in rows]
