@@ -1,6 +1,6 @@
 """What happens in depth: flows of tokens and of Gaussians, clusters, mean-field limit, stability in time."""
 
-from otattn.dynamics.clustering import ClusterHistory, Leaders, Plateau, token_clusters, token_leaders
+from otattn.dynamics.clustering import ClusterHistory, Leaders, Plateau, renyi_centres, token_clusters, token_leaders
 from otattn.dynamics.flow import flow
 from otattn.dynamics.flow_stability import FlowStability, flow_stability
 from otattn.dynamics.gaussian_closed_form import CovarianceClosedForm, covariance_closed_form
@@ -40,6 +40,7 @@ __all__ = [
     "limit_polytope",
     "limit_rank_histogram",
     "mean_field_limit",
+    "renyi_centres",
     "residual_steps",
     "token_clusters",
     "token_leaders",

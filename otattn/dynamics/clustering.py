@@ -1,4 +1,4 @@
-"""Clusters along a flow: how many, since when, and who leads them."""
+"""Clusters along a flow: how many, since when, who leads them, and under a mask which tokens will."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
 from otattn import _validate as check
-from otattn._linalg import Array
+from otattn._linalg import Array, row_norms
 from otattn._tabular import Result
 from otattn.dynamics.trajectory import Trajectory
 
-__all__ = ["ClusterHistory", "Leaders", "Plateau", "token_clusters", "token_leaders"]
+__all__ = ["ClusterHistory", "Leaders", "Plateau", "renyi_centres", "token_clusters", "token_leaders"]
 
 
 @dataclass(frozen=True)
@@ -204,3 +204,44 @@ def token_leaders(trajectory: Trajectory, *, head: int = 0) -> Leaders:
     own = follows == np.arange(n)
     followers = np.stack([np.bincount(f, minlength=n) for f in follows])
     return Leaders(trajectory.times, follows, own & (w > 0), followers, check.frozen(received))
+
+
+def renyi_centres(points: ArrayLike, radius: float, *, strong: bool = False) -> NDArray[np.intp]:
+    r"""Tokens of a sequence that are far from the centres before them: where masked attention gathers its clusters.
+
+    .. math:: s_1 = 1, \qquad s_{k+1} = \min \{ i > s_k : |x_i - x_{s_j}| > r \text{ for all } j \le k \}
+
+    A Renyi parking: each token that finds room takes it. With ``A = beta I``, ``V = I`` and a causal mask on the unit sphere a token
+    feels others at distances of the order ``beta^{-1/2}``, so the centres for ``r = delta beta^{-1/2}`` stay where they are for a long
+    time, and the tokens between them move to one of them. In the end all follow the first token.
+
+    Parameters
+    ----------
+    points : array_like (n, d)
+        Tokens in the order of the mask.
+    radius : float
+        r, a Euclidean distance.
+    strong : bool
+        Strong centres are farther than r from all earlier tokens, not from the earlier centres only: nothing pulls them.
+
+    Returns
+    -------
+    ndarray (k,) of int
+        Indices of the centres, increasing, the first 0. Strong centres are centres.
+
+    Examples
+    --------
+    >>> renyi_centres([[0.0], [0.6], [1.2], [3.0]], 1.0), renyi_centres([[0.0], [0.6], [1.2], [3.0]], 1.0, strong=True)
+    (array([0, 2, 3]), array([0, 3]))
+
+    References
+    ----------
+    Karagodin, Polyanskiy, Rigollet, "Clustering in causal attention masking", NeurIPS 2024.
+    """
+    x, r = check.points(points, "points"), check.positive(radius, "radius", zero=True)
+    kept: list[int] = []
+    for i in range(len(x)):
+        before = x[:i] if strong else x[kept]
+        if not (row_norms(before - x[i]) <= r).any():
+            kept.append(i)
+    return np.array(kept, dtype=np.intp)

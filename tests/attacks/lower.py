@@ -251,6 +251,7 @@ LOWER: dict[str, Callable[[np.random.Generator], Outcome]] = {
         "bounds.castin2024_discrete_lower",
         lambda q: B.castin2024_discrete_lower(q.ours, radius=q.region.par["radius"], n=q.n),
         any_measure=False,
+        masked=None,
         **PUBLISHED,
     ),
     "bounds.castin2024_mean_field_lower": attack(

@@ -13,8 +13,8 @@ from otattn.attention import (
     SigmoidAttention,
     SoftmaxAttention,
 )
-from otattn.dynamics import flow, limit_polytope, token_clusters, token_leaders
-from otattn.measures import DiscreteMeasure
+from otattn.dynamics import flow, limit_polytope, renyi_centres, token_clusters, token_leaders
+from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 
 I2 = np.eye(2)
 STILL = SoftmaxAttention(I2, 0 * I2)
@@ -153,3 +153,47 @@ def test_nothing_to_cluster():
     for function in (token_clusters, limit_polytope):
         with pytest.raises(ValueError, match="at least one time"):
             function(empty)
+
+
+# ------------------------------------------------------------------------------------------------ Renyi centres
+
+
+def test_centres_are_a_packing_that_leaves_no_room():
+    """Centres lie apart, every token is near one that is not later, and strong ones are far from all that is earlier."""
+    X = np.random.default_rng(0).standard_normal((200, 3))
+    D = np.linalg.norm(X[:, None] - X[None], axis=2)
+    centres, strong = renyi_centres(X, 0.8), renyi_centres(X, 0.8, strong=True)
+    assert set(strong) <= set(centres)
+    assert centres[0] == strong[0] == 0
+    assert (D[np.ix_(centres, centres)] + 9.0 * np.eye(len(centres)) > 0.8).all()
+    for i in range(len(X)):
+        assert (D[i, centres[centres <= i]] <= 0.8).any()
+        assert (i in strong) == (D[i, :i] > 0.8).all()
+    assert 1 < len(strong) < len(centres) < len(X)
+    assert renyi_centres(X, 99.0).tolist() == [0]
+    assert renyi_centres(X, 0.0).tolist() == list(
+        range(200)
+    )  # a token at the place of another has no room, none is here
+    assert renyi_centres([[1.0], [1.0]], 0.0).tolist() == [0]
+    with pytest.raises(ValueError, match="radius"):
+        renyi_centres(X, -1.0)
+
+
+def test_masked_tokens_on_the_circle_gather_at_the_centres():
+    """At beta = 64, r = 3 / 8 the strong centres have hardly moved by t = 8; at beta = 1 all tokens end at the first."""
+    beta, X = 64.0, np.random.default_rng(0).standard_normal((32, 2))
+    X /= np.linalg.norm(X, axis=1, keepdims=True)
+    masked = MaskedAttention(SoftmaxAttention(beta * I2, I2))
+    run = flow(
+        masked, SpaceTimeMeasure.from_sequence(X), t_span=(0.0, 8.0), normalization="sphere", rtol=1e-6, atol=1e-9
+    )
+    r = 3.0 / beta**0.5
+    strong = renyi_centres(X, r, strong=True)
+    assert len(strong) >= 4
+    assert np.linalg.norm(run.points[-1, strong] - X[strong], axis=1).max() < 0.2 * r
+    mild = MaskedAttention(SoftmaxAttention(I2, I2))
+    late = flow(
+        mild, SpaceTimeMeasure.from_sequence(X[:8]), t_span=(0.0, 60.0), normalization="sphere", rtol=1e-6, atol=1e-9
+    )
+    assert np.abs(late.points[-1] - X[0]).max() < 1e-3
+    assert np.abs(late.points[:, 0] - X[0]).max() < 1e-9

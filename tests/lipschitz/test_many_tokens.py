@@ -43,6 +43,7 @@ CALLS: list[tuple[str, dict[str, Any], AttentionMap]] = [
     ("castin2024_masked", {"radius": 1.0}, MASKED),
     ("castin2024_multi_head", {"radius": 1.0}, HEADS),
     ("castin2024_discrete_lower", {"radius": 1.0}, SoftmaxAttention(A + A.T, V)),
+    ("castin2024_discrete_lower", {"radius": 1.0}, MaskedAttention(SoftmaxAttention(A + A.T, V))),
     ("column_bound", {"radius": 1.0}, SOFTMAX),
     ("column_sum", {"radius": 1.0}, SOFTMAX),
     ("density_bound", {"radius": 1.0}, SOFTMAX),

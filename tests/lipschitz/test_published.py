@@ -131,6 +131,47 @@ def test_lower_bound_of_one_token_is_zero():
     assert low.witness.n == 1
 
 
+def test_masked_lower_bounds_are_reached_by_their_witnesses():
+    """A sequence with the anchor first: its Jacobian has at least the closed form, whatever A, V, R and n."""
+    checked = 0
+    for attention, _, n, R, _ in _cases(2, 120):
+        masked = MaskedAttention(attention)
+        try:
+            low = pub.castin2024_discrete_lower(masked, radius=R, n=n)
+        except ValueError as error:
+            assert "real eigenvalue" in str(error)  # noqa: PT017 (the only refusal that random cases meet)
+            continue
+        checked += 1
+        X = low.witness.points
+        assert X.shape == (n, attention.in_dim)
+        assert np.linalg.norm(X, axis=1).max() <= R * (1 + 1e-14)
+        assert low.value <= _local(masked, X) <= pub.castin2024_masked(masked, radius=R, n=n).value
+        assert (
+            low.value >= pub.castin2024_discrete_lower(attention, radius=R, n=n).value
+        )  # the sum has larger terms, and one more
+    assert checked > 70
+
+
+@pytest.mark.parametrize(("A", "gamma"), [(np.diag([-2.0, 1.0]), 2.0), (np.diag([0.4, 8.0]), 1.0)])
+def test_masked_lower_bound_grows_like_the_root_of_n_and_then_stands(A, gamma):
+    """The growth of the theorem while ``n q`` is small; beyond it the value stays, where the form without a mask falls."""
+    masked = MaskedAttention(SoftmaxAttention(A, 3.0 * np.eye(2)))
+    q = math.exp(-2.0 * gamma * 1.5**2)
+    for n in (1, 2, 9, 10**4):
+        low = pub.castin2024_discrete_lower(masked, radius=1.5, n=n)
+        assert low.value == pytest.approx(3.0 * math.sqrt(n / (1.0 + n * q)), rel=1e-11)
+        assert low.details["gamma"] == pytest.approx(gamma)
+        assert (low.witness is None) == (n > 4096)
+    for n in (2, 9):
+        # the exact sum of squares of the anchor's weights, which the integral of its terms is below by q n at most
+        exact = 3.0 * math.sqrt(sum((1.0 + k * q) ** -2 for k in range(n)))
+        low = pub.castin2024_discrete_lower(masked, radius=1.5, n=n)
+        assert exact * (1.0 - n * q) <= low.value <= exact
+    assert pub.castin2024_discrete_lower(masked, radius=1.5, n=10**12).value == pytest.approx(
+        3.0 / math.sqrt(q), rel=1e-6
+    )
+
+
 def test_large_radius_limit():
     rng = np.random.default_rng(3)
     for masked in (False, True):

@@ -17,7 +17,10 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.hypotheses import any_measure, centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
-from otattn.measures import Ball, DiscreteMeasure
+from otattn.measures import Ball, DiscreteMeasure, SpaceTimeMeasure
+
+SEQUENCE_LIMIT = 4096
+"""Tokens up to which the masked witness is given: it lists every one of them."""
 
 
 def _real_eigenvalue(attention: AttentionMap, domain: Any, n: int | None, p: float) -> str | None:
@@ -33,38 +36,62 @@ def _is_real(values: Any) -> Any:
 
 @theorem(
     "castin2024_discrete_lower",
-    statement="v sqrt(n - 1) / (1 + (n - 1) e^{-2 R^2 gamma})",
-    hypotheses="softmax without a mask and without a bias, A with a real eigenvalue; centred ball; n tokens; p = 2",
-    applies=every(softmax(masked=False), tokens(), order_two, centred_ball, no_bias, _real_eigenvalue),
-    reference="[CAP24] section 3",
+    statement="v sqrt(n - 1) / (1 + (n - 1) q), under a mask v (n / (1 + n q))^{1/2}, q = e^{-2 R^2 gamma}",
+    hypotheses="softmax, masked or not, without a bias, A with a real eigenvalue; centred ball; n tokens; p = 2",
+    applies=every(softmax(), tokens(), order_two, centred_ball, no_bias, _real_eigenvalue),
+    reference="[CAP24] sections 3 and 4",
     kind="lower",
     rigorous=False,
 )
 def castin2024_discrete_lower(attention: AttentionMap, domain: Ball, count: int, p: float, exact: bool) -> Bound:
-    r"""Lower bound for n tokens: ``v sqrt(n-1) / (1 + (n-1) e^{-2 R^2 gamma})``.
+    r"""Lower bound for n tokens: ``v sqrt(n-1) / (1 + (n-1) q)``, under a mask ``v (n / (1 + n q))^{1/2}``.
 
-    Here ``gamma = max(-gamma_min, gamma_max / 8)`` over the real eigenvalues of A. The theorem has ``V = I``.
+    Here ``q = e^{-2 R^2 gamma}``, ``gamma = max(-gamma_min, gamma_max / 8)`` over the real eigenvalues of A. The theorem has ``V =
+    I``, and for masked attention the same growth like ``sqrt(n)``; the factor v and the form under a mask are ours.
 
-    The witness, with u a unit eigenvector, is ``(Ru, -Ru, ..., -Ru)`` when ``gamma = -gamma_min`` and
-    ``(Ru, Ru/2, ..., Ru/2)`` otherwise. The factor ``v`` is ours: moving the first token moves each other
-    image by ``P V (I + s u u^T) e`` with the same ``s >= 0`` and ``P = 1 / (1 + (n-1) e^{-2 R^2 gamma})``,
-    and ``||V|| <= ||V M|| ||M^{-1}|| <= ||V M||`` for ``M = I + s u u^T``; so the Jacobian there has norm
-    at least ``sqrt(n-1) P v``.
+    The witness, with u a unit eigenvector, is ``(Ru, -Ru, ..., -Ru)`` when ``gamma = -gamma_min`` and ``(Ru, Ru/2, ..., Ru/2)``
+    otherwise; under a mask it is a sequence, whose first token every row sees.
+
+    Proof. Row i weighs the first token by ``P_i = 1 / (1 + k_i q)``, where ``k_i`` of its tokens are others: n - 1 without a mask,
+    i - 1 with one. Moving the first token by e moves image i by ``P_i V (I + s_i u u^T) e`` with ``s_i = 2 R^2 gamma (1 - P_i) >=
+    0``, and by ``V e`` for i = 1 under a mask. Let e = w be the top right singular vector of V: ``<V w, V u> = v^2 <w, u>``, so
+    ``|V (I + s u u^T) w|^2 = v^2 + 2 s v^2 <u, w>^2 + s^2 <u, w>^2 |V u|^2 >= v^2`` for every ``s >= 0``, and the square of the
+    Jacobian's norm is at least ``v^2 sum_i P_i^2``: n - 1 equal terms without a mask, and with one ``sum_{k=0}^{n-1} (1 + k q)^{-2}
+    >= int_0^n (1 + x q)^{-2} dx = n / (1 + n q)``, the terms falling.
+
+    So under a mask it does not fall again: it increases with n to ``v e^{R^2 gamma}``.
 
     Returns
     -------
     Bound
-        kind "lower", with the witness (a measure of two atoms whose weights are multiples of 1/n).
+        kind "lower", with the witness: a measure of two atoms whose weights are multiples of 1/n. Under a mask it is the sequence,
+        a SpaceTimeMeasure, up to 4096 tokens, and None beyond.
+
+    Examples
+    --------
+    >>> from otattn.attention import MaskedAttention, SoftmaxAttention
+    >>> head = SoftmaxAttention([[-1.0]], [[1.0]])
+    >>> [round(castin2024_discrete_lower(head, radius=1.0, n=n).value, 4) for n in (2, 16, 10**6)]
+    [0.8808, 1.2782, 0.0074]
+    >>> [round(castin2024_discrete_lower(MaskedAttention(head), radius=1.0, n=n).value, 4) for n in (2, 16, 10**6)]
+    [1.2546, 2.2483, 2.7183]
     """
     form, R = softmax_head(attention).on_span(), domain.radius
     gamma, u, anchor, factor = _rate(form, R)
-    # one token: the formula says 0, and so does an empty sum of moved images
-    share = log_sum(0.0, log(count - 1.0) - 2.0 * R * R * gamma)
-    log_value = log(factor * float(np.linalg.norm(form.V, 2))) + 0.5 * log(count - 1.0) - share
-    points = R * np.stack([form.lift(u), anchor * form.lift(u)])
-    witness = DiscreteMeasure(
-        points[: 1 if count == 1 else 2], None if count == 1 else [1 / count, (count - 1) / count]
-    )
+    log_v, log_q = log(factor * float(np.linalg.norm(form.V, 2))), -2.0 * R * R * gamma
+    light, heavy = R * form.lift(u), R * anchor * form.lift(u)
+    witness: Any = None
+    if form.causal:
+        log_value = log_v + 0.5 * (math.log(count) - log_sum(0.0, math.log(count) + log_q))
+        if count <= SEQUENCE_LIMIT:
+            witness = SpaceTimeMeasure.from_sequence(np.stack([light, *[heavy] * (count - 1)]))
+    else:
+        # one token: the formula says 0, and so does an empty sum of moved images
+        log_value = log_v + 0.5 * log(count - 1.0) - log_sum(0.0, log(count - 1.0) + log_q)
+        two = count > 1
+        witness = DiscreteMeasure(
+            np.stack([light, heavy][: 1 + two]), [1 / count, (count - 1) / count] if two else None
+        )
     return _below("castin2024_discrete_lower", log_value, domain, count, witness, {"gamma": gamma})
 
 
