@@ -106,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     without, text = (e.exponent for e in found["text"])
     gauss, anchored = (e.exponent for e in found["Gaussian"])
     print(
-        f"headline: text n^{text:.2f}, its first token left out n^{without:.2f}; Gaussian n^{gauss:.2f}, with that token n^{anchored:.2f}"
+        f"headline: text n^{text:.2f}, its first token left out n^{without:.2f}; Gaussian n^{gauss:.2f}, with that token "
+        f"n^{anchored:.2f}"
     )
     assert 0.15 < text < 0.3, f"text should give about n^(1/4), received n^{text:.2f}"
     assert without < 0.5 * text, f"without its first token it should grow much slower, received n^{without:.2f}"
