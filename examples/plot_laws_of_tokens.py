@@ -3,7 +3,7 @@ r"""Which law of tokens grows like n^(1/4)?
 
 On text the local constant of a trained head grows with the number of tokens about like n^(1/4); why is an open question of the
 talks on the subject. We measure every second head of the bundled layer (attention layer 3 of all-MiniLM-L6-v2) on the text and on
-random tokens fitted to it: the same mean, the same covariance, the same correlation of neighbours, as many clusters, heavy tails.
+random tokens fitted to it: the same mean, the same covariance, the same correlation of neighbours, clusters, heavy tails.
 None reproduces the growth, until one token is put back: the first of every window, the marker [CLS] of the model.
 
 One picture: the fitted exponents, n = 8 to 120, with the standard error over four windows, as each law is and with the text's own
@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     without, text = (e.exponent for e in found["text"])
     gauss, anchored = (e.exponent for e in found["Gaussian"])
     print(
-        f"headline: text n^{text:.2f}, its first token left out n^{without:.2f}; Gaussian n^{gauss:.2f}, with that token "
-        f"n^{anchored:.2f}"
+        f"headline: text n^{text:.2f}, its first token left out n^{without:.2f}; Gaussian n^{gauss:.2f}, "
+        f"with that token n^{anchored:.2f}"
     )
     assert 0.15 < text < 0.3, f"text should give about n^(1/4), received n^{text:.2f}"
     assert without < 0.5 * text, f"without its first token it should grow much slower, received n^{without:.2f}"
@@ -126,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     colors = oa.plotting.COLORS
     _, (ax,) = panels(1, size=(6.4, 4.0))
     y = np.arange(len(found))
-    for k, (label, color) in enumerate((("without it", "orange"), ("with the first token of the text", "blue"))):
+    for k, (label, color) in enumerate(
+        (("without that token", "orange"), ("with the first token of the text", "blue"))
+    ):
         fits = [pair[k] for pair in found.values()]
         ax.errorbar(
             [f.exponent for f in fits],
