@@ -2,7 +2,7 @@ r"""Limiting Gaussians are degenerate: the ranks of limits in dimension 3, 4 and
 ==============================================================================
 
 Where do Gaussian tokens go under softmax attention, if they go anywhere? We draw random A and full-rank initial
-covariances and count the rank of the limit in three cases.
+covariances and count the rank of the limit in four cases.
 
 * V = I and V random, symmetric ``A = K^T D K`` of rank ``r = floor(d/2)`` (D random signs). Directions in the kernel of
   ``Q L_0``, ``Sigma_0 = L_0 L_0^T``, never move, so the rank is at least ``d - r``; and a finite limit has ``Sigma A
@@ -10,13 +10,16 @@ covariances and count the rank of the limit in three cases.
 * V = -A, A invertible with eigenvalues between 1/2 and 3/2 in size. The flow descends ``tr(A Sigma A Sigma) / 4``, the
   square of the norm of ``Sigma^(1/2) A Sigma^(1/2)``, which must vanish in the limit: the rank is at most
   ``min(#positive, #negative) <= d / 2``.
+* The law of the papers, ``A = -Q^T Q / sqrt(d)`` of rank ``floor(d/2)`` and ``V = F^T F``, for softmax and L2 attention. All limits
+  are finite, and of rank ``ceil(d / 2)`` by a theorem (:mod:`otattn.dynamics.low_rank_flow`).
 
 Reproduces: Castin, Ablin, Carrillo, Peyré, "A Unified Perspective on the Dynamics of Deep Transformers", 2025: limits of
 the Gaussian flow have low rank (V = I, and numerically random V), and the histograms of limit ranks for d = 3, 4, 5.
 
 How the numbers compare: for V = I all finite limits have rank exactly ``ceil(d / 2)``; for random V they lie between the
-two bounds and for V = -A at ``min(#positive, #negative)``. Only flows that have settled are counted: each eigenvalue was
-followed over decades of time to where it stays or vanishes. Blow-ups concentrate on rank 1.
+two bounds, for V = -A at ``min(#positive, #negative)``, and for the law of the papers, softmax and L2, all at the proved
+``ceil(d / 2)``. Only flows that have settled are counted: each eigenvalue was followed over decades of time to where it stays or
+vanishes. Blow-ups concentrate on rank 1.
 """
 
 from collections.abc import Sequence
@@ -26,7 +29,7 @@ from _gallery import gallery, panels
 
 import otattn as oa
 
-DIMS, DRAWS = (3, 4, 5), 60
+DIMS, DRAWS = (3, 4, 5), 50
 
 
 def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +51,7 @@ def descents(d: int, draws: int, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     pictures = gallery("rank_histograms", __doc__, argv)
-    _, axes = panels(3, size=(3.9, 3.7))
+    _, axes = panels(2, rows=2, size=(4.6, 3.4))
     colors = [oa.plotting.COLORS[name] for name in ("blue", "orange", "green")]
     worst, total, settled = 1.0, 0, 0
     for k, (d, color) in enumerate(zip(DIMS, colors, strict=True)):
@@ -71,22 +74,49 @@ def main(argv: Sequence[str] | None = None) -> None:
         assert exact == len(ranks), f"ranks should be min(#positive, #negative), received {exact} of {len(ranks)}"
         total, settled = total + exact, settled + len(ranks)
         _bars(axes[2], k, ranks, color, f"d = {d}")
+        _published(axes[3], k, d, color)
     print(
         f"headline: ceil(d / 2) for V = I; between the bounds in {worst:.0%} for random V; "
         f"min(#positive, #negative) in {total} of {settled} settled draws for V = -A"
     )
     for ax, title in zip(
         axes,
-        ("V = I, A of rank floor(d/2)", "random V, A of rank floor(d/2)", f"V = -A, settled among {DRAWS}"),
+        (
+            "V = I, A of rank floor(d/2)",
+            "random V, A of rank floor(d/2)",
+            f"V = -A, settled among {DRAWS}",
+            "the law of the papers",
+        ),
         strict=True,
     ):
         ax.set_xticks(range(6))
         ax.set_xlabel("rank of the limit")
         ax.set_ylabel("number of draws")
         ax.locator_params(axis="y", integer=True)
+        ax.set_ylim(0.0, 1.25 * ax.get_ylim()[1])
         ax.set_title(title, fontsize=10)
         ax.legend(fontsize=7, frameon=False, loc="upper right")
     pictures.save(axes[0], "rank_histograms")
+
+
+def _published(ax: object, k: int, d: int, color: str) -> None:
+    """Softmax, and L2 above it, under the law of the papers."""
+    softmax, l2 = (
+        oa.limit_rank_histogram(variant, dim=d, draws=DRAWS // 2, law="published", rng=d)
+        for variant in ("softmax", "l2")
+    )
+    kept = []
+    for found in (softmax, l2):
+        kept.append(found.ranks[found.settled])
+        print(
+            f"law of the papers, {found.variant:>7}, d = {d}: ranks {sorted(set(kept[-1].tolist()))} of {len(kept[-1])} settled "
+            f"draws among {DRAWS // 2}, proved {found.proved}"
+        )
+        assert len(kept[-1]) >= 0.8 * len(found.ranks), f"most should have settled, received {len(kept[-1])}"
+        assert found.kinds["finite"] == len(found.ranks), f"limits should be finite, received {found.kinds}"
+        assert (kept[-1] == found.proved).all(), f"ranks should be {found.proved}, received {kept[-1]}"
+    _bars(ax, k, kept[0], color, f"d = {d}, softmax")
+    _bars(ax, k, kept[1], color, f"d = {d}, L2", below=np.bincount(kept[0], minlength=6))
 
 
 def _bars(ax: object, k: int, ranks: np.ndarray, color: str, label: str, *, below: np.ndarray | None = None) -> None:
