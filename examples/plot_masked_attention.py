@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     right.set_xscale("log")
     right.set_yscale("log")
     right.set_xticks(growth.n_values, [f"{n:g}" for n in growth.n_values])
+    right.set_yticks((5, 10, 20), ("5", "10", "20"))
     right.minorticks_off()
     right.set_xlabel("tokens n")
     right.set_ylabel("local constant under the mask")

@@ -17,6 +17,7 @@ from otattn.attention import (
 from otattn.data import load_sample
 from otattn.distances import wasserstein
 from otattn.errors import NotGaussianPreservingError
+from otattn.lipschitz import lipschitz_upper_bound
 from otattn.measures import DiscreteMeasure, GaussianMeasure, SpaceTimeMeasure
 from otattn.stability import Resolution, samplers, stability_ratio, stability_study
 
@@ -56,6 +57,27 @@ def test_masked_mean_of_a_translation() -> None:
         ratio = stability_ratio(MaskedAttention(mean_map(2)), X, X + [3.0, 4.0], p=p)
         assert ratio.value == pytest.approx(1.0, abs=1e-12)
         assert ratio.denominator == pytest.approx(5.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_masked_ratios_in_every_conditional_distance(p: float) -> None:
+    """Never above the proven constant of that p; the masked mean moves by the running averages of what its tokens move by."""
+    masked = MaskedAttention(SoftmaxAttention([[0.6, 0.5], [-0.5, -0.4]], np.eye(2)))
+    study = stability_study(masked, samplers.sequence_pairs(6, 2, 1.5), n_pairs=20, p=p, rng=0, progress=False)
+    assert study.best.verify()
+    assert 0.0 < study.ratios.min() <= study.ratios.max() <= lipschitz_upper_bound(masked, radius=1.5, n=6, p=p).value
+    n = 40
+    move = np.arange(1.0, n + 1) ** (-0.9 / p)
+    mean = np.cumsum(move) / np.arange(1.0, n + 1)
+    expected = np.linalg.norm(mean, p) / np.linalg.norm(move, p)
+    X = np.random.default_rng(0).uniform(-1.0, 1.0, (n, 1))
+    ratio = stability_ratio(MaskedAttention(mean_map(1)), X, X + move[:, None], p=p)
+    assert ratio.value == pytest.approx(expected, rel=1e-12)
+    if p == 1:  # the first token alone: a harmonic sum, so no constant holds for every n
+        first = stability_ratio(MaskedAttention(mean_map(1)), X, X + (np.arange(n) == 0)[:, None], p=1)
+        assert first.value == pytest.approx((1.0 / np.arange(1.0, n + 1)).sum(), rel=1e-12)
+    elif math.isfinite(p):  # Hardy
+        assert 1.0 < expected < p / (p - 1.0)
 
 
 @pytest.mark.parametrize("p", ORDERS)
