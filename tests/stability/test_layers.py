@@ -300,7 +300,7 @@ def test_the_bundled_layer_grows_like_a_fourth_root() -> None:
     logs = np.zeros((4, 3))
     for head in sample.heads:
         reduced, Z = in_span(head, sample.hidden_states)
-        logs += [[numbers._particle(reduced, z[:n], 1e-4) for n in (16, 45, 128)] for z in Z]
+        logs += [[local_lipschitz(reduced, z[:n], tol=1e-4).particle for n in (16, 45, 128)] for z in Z]
     slopes = np.polyfit(np.log([16, 45, 128]), np.log(logs / 12).T, 1)[0]
     assert 0.15 < slopes.mean() < 0.30
     assert slopes.std(ddof=1) / 2 < 0.05
