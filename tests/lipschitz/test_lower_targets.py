@@ -150,3 +150,24 @@ def test_sharp_values_of_zero_maps() -> None:
     assert oa.lipschitz_lower_bound(zero, radius=1.0, n=5, rng=0).value == pytest.approx(1.0, rel=1e-9)
     dead = oa.SoftmaxAttention(np.eye(2), np.zeros((2, 2)))
     assert oa.lipschitz_lower_bound(dead, radius=1.0, n=5, rng=0).value == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [107, 108, 121])
+def test_short_masked_sequences_are_not_missed(seed: int) -> None:
+    """Biased heads under a mask: a blind climb over every token finds no more."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(3, 7))
+    A = rng.normal(size=(2, 2)) * rng.uniform(0.5, 2.0)
+    head = oa.SoftmaxAttention(A, rng.normal(size=(2, 2)), bias=rng.normal(size=2))
+    masked, ball, climbed = oa.MaskedAttention(head), oa.Ball(1.2, 2), 0.0
+    found = oa.lipschitz_lower_bound(masked, radius=1.2, n=n, rng=0, effort="fast").value
+    for _ in range(12):
+        X, size = ball.sample(n, rng), 1.0
+        value = np.linalg.norm(masked.jacobian(X).to_dense(), 2)
+        for _ in range(150):
+            Y = ball.project(X + size * rng.normal(size=X.shape))
+            moved = np.linalg.norm(masked.jacobian(Y).to_dense(), 2)
+            X, value, size = (Y, moved, 1.2 * size) if moved > value else (X, value, 0.9 * size)
+        climbed = max(climbed, value)
+    assert found >= 0.995 * climbed

@@ -58,6 +58,7 @@ def search_sequences(problem: Problem, rng: np.random.Generator) -> tuple[Array,
         best = moved
     if n <= _FREE_LIMIT:
         best = _better(best, _ascended(problem, best.latents[_groups(best.log_weights)], np.zeros(n), steps))
+        best = _better(best, _from_random_sequences(problem, rng, 8 * orders, steps))
     while length < n:
         length = min(2 * length, n)
         best = _lengthened(problem, best, length, steps // 2)
@@ -90,6 +91,14 @@ def _ascended(problem: Problem, z: Array, lw: Array, steps: int) -> Found:
     _, found = ascend(problem, Candidates(z[None], lw[None]), steps=steps, groups=_groups(lw))
     moved = found.latents[0]
     return _better(Found(_norm(problem, z, lw), z, lw), Found(_norm(problem, moved, lw), moved, lw))
+
+
+def _from_random_sequences(problem: Problem, rng: np.random.Generator, count: int, steps: int) -> Found:
+    """Every token on its own from the start: the best of many ascents, ascended once more."""
+    n = problem.tokens
+    starts = Candidates(problem.chart.sample((count, n), rng), np.zeros((count, n)))
+    values, moved = ascend(problem, starts, steps=steps, groups=np.arange(n))
+    return _ascended(problem, moved.best(values, 1).latents[0], np.zeros(n), steps)
 
 
 def _lengthened(problem: Problem, best: Found, n: int, steps: int) -> Found:
