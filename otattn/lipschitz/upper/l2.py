@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import gammaincc, gammaln, lambertw
+from scipy.special import gammaincc, gammaln
 
 from otattn._linalg import norm_upper, product_error, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MaskedAttention
@@ -31,7 +31,7 @@ from otattn.lipschitz.constants.sum_of_heads import head_bounds, parts_of
 from otattn.lipschitz.hypotheses import every, l2, no_domain, order_between, order_two, tokens, unless
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.masked import masked_column_sum
-from otattn.lipschitz.upper.published import largest_variance, tied, tied_norms
+from otattn.lipschitz.upper.published import largest_variance, raised_root, tied, tied_norms
 from otattn.lipschitz.upper.softmax import bounds_of, closed_form, column_log, outward
 from otattn.measures.domains import Domain
 
@@ -255,24 +255,37 @@ def l2_tied_bound(attention: AttentionMap, domain: None, n: int, p: float, exact
     >>> [round(f(tied, n=1000).value, 1) for f in (bounds.l2_tied_bound, bounds.kim2021_l2)]
     [34.6, 590.8]
     """
-    variance, t = largest_variance(n), _double_root(n)
-    row = math.sqrt(1.0 + max(4.0 * t * (t - 3.0) + 4.0, 0.0))
+    number: Any = lift if exact else float
+    variance, t = number(largest_variance(n)), number(_double_root(n))
+    tokens = number(float(np.nextafter(float(n), math.inf)))
+    row = np.sqrt(1.0 + np.maximum(4.0 * t * (t - 3.0) + 4.0, 0.0))
     causal = attention.unmasked is not attention
-    columns = 2.0 * math.sqrt(n / math.e) if causal else 0.5 * math.exp(0.5 * (1.0 + 1.0 / n) * math.log(n + 1))
+    log_columns = (
+        np.log(number(2.0)) + 0.5 * (np.log(tokens) - 1.0)
+        if causal
+        else 0.5 * (1.0 + 1.0 / number(float(n))) * np.log(tokens + 1.0) - np.log(number(2.0))
+    )
     if math.isinf(p):
-        constant = 4.0 * up(float(lambertw((n - 1) * math.exp(-1.5)).real)) + 1.0
+        constant = 4.0 * number(raised_root(1.5, n)) + 1.0
     else:
-        split = 1.0 + 2.0 * _moment(p) * math.sqrt(variance)
-        constant = min(row, split) * columns ** (1.0 / p) + 2.0 * variance
-    value = log(tied_norms(attention, exact=exact)) + math.log(up(constant))
-    details = {"row": row, "column_sum": columns, "variance": variance}
-    return outward(lift(value) if exact else value, "l2_tied_bound", domain, n, p, details)
+        split = 1.0 + 2.0 * _moment(p, exact) * np.sqrt(variance)
+        constant = least(row, split) * np.exp(log_columns / p) + 2.0 * variance
+    value = log(number(tied_norms(attention, exact=exact))) + np.log(up(constant))
+    details = {"row": row, "column_sum": np.exp(log_columns), "variance": variance}
+    return outward(value, "l2_tied_bound", domain, n, p, {k: float(top(x)) for k, x in details.items()})
 
 
-def _moment(p: float) -> float:
-    """``kappa_p^{1/p}``, ``kappa_p = (log 2)^{p/2} + p Gamma(p/2, log 2)``, by logarithms."""
-    rest = math.log(p) + float(gammaln(0.5 * p)) + math.log(float(gammaincc(0.5 * p, math.log(2.0))))
-    return float(up(math.exp(float(np.logaddexp(0.5 * p * math.log(math.log(2.0)), rest)) / p)))
+def _moment(p: float, exact: bool) -> Any:
+    """``kappa_p^{1/p}``, ``kappa_p = (log 2)^{p/2} + p Gamma(p/2, log 2)``; by balls where it must be proved."""
+    half, two = 0.5 * p, math.log(2.0)
+    if not exact:
+        rest = math.log(p) + float(gammaln(half)) + math.log(float(gammaincc(half, two)))
+        return float(up(math.exp(float(np.logaddexp(half * math.log(two), rest)) / p)))
+    from flint import arb
+
+    log_two = arb(2).log()
+    kappa = log_two ** arb(half) + arb(p) * log_two.gamma_upper(arb(half))
+    return lift(float(up(float((kappa ** (1 / arb(p))).upper()))))
 
 
 def _double_root(n: int) -> float:

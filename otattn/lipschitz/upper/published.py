@@ -33,9 +33,10 @@ from scipy.special import lambertw
 from otattn._linalg import Array, column_of, lambda_max_upper, norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap, L2Attention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.head import Head
+from otattn.errors import CertificateError
 from otattn.lipschitz import papers as papers  # so that help(otattn.lipschitz.papers) shows the page
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd, upper_end
-from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.arithmetic.intervals import lift, lower
 from otattn.lipschitz.arithmetic.rounding import LEAST, ROUNDING, least, log, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.constants.heads import softmax_head
@@ -291,19 +292,30 @@ def kim2021_l2(attention: AttentionMap, domain: None, n: int, p: float, exact: b
 
 def largest_variance(n: int) -> float:
     """``tau_n = phi^{-1}(n-1)``, ``phi(x) = x e^{x+1}``: the largest ``sum_j P_ij |y_j - y_i|^2`` of a row that sees itself."""
-    return up(float(lambertw((n - 1) / math.e).real))
+    return raised_root(1.0, n)
+
+
+def raised_root(shift: float, n: int) -> float:
+    """At least the root of ``x e^{x + shift} = n - 1``, proved by intervals: the left side increases."""
+    if n == 1:
+        return 0.0
+    others = float(np.nextafter(float(n - 1), math.inf))
+    x = float(up(float(lambertw(others * math.exp(-shift)).real)))
+    if not lower(np.log(lift(x)) + x + shift - np.log(lift(others))) >= 0.0:
+        raise CertificateError(f"a constant of {n} tokens could not be confirmed in intervals; please report it.")
+    return x
 
 
 def tied_norms(attention: AttentionMap, *, exact: bool = False) -> float:
     """``||[W_1, ..., W_H]|| (sum_h (||Q_h|| ||V_h Q_h^+||)^2)^{1/2}`` of tied heads; with ``exact`` as balls prove it."""
-    heads, inner = _l2_heads(attention), attention.unmasked
-    total, mix = sum(_tied_norm(head, exact) ** 2 for head in heads), 1.0
+    heads, inner, mix = _l2_heads(attention), attention.unmasked, 1.0
+    total = math.hypot(*(_tied_norm(head, exact) for head in heads))  # squares of tiny norms vanish
     if isinstance(inner, MultiHeadAttention):
         mix = math.sqrt(len(heads))
         if inner.outputs is not None:
             outputs = np.hstack(inner.outputs)
             mix = upper_end(BallMatrix.exact(outputs).spectral_norm()) if exact else spectral_norm_upper(outputs)
-    return float(up(math.sqrt(total) * mix))
+    return float(up(total * mix))
 
 
 def _tied_norm(head: Any, exact: bool) -> float:
@@ -328,7 +340,7 @@ def _tied_norm(head: Any, exact: bool) -> float:
 def _tied_norm_in_balls(Q: Array, V: Array, least: float) -> float:
     rows = BallMatrix.exact(Q)
     gram, floor = (rows @ rows.T if len(Q) <= Q.shape[1] else rows.T @ rows), 0.9 * least
-    if not proves_psd(gram - BallMatrix.exact(floor * floor * np.eye(len(gram)))):
+    if not proves_psd(gram - BallMatrix.exact(floor * np.eye(len(gram))) * floor):
         return math.inf
     M = BallMatrix.exact(V @ np.linalg.pinv(Q))
     rest = BallMatrix.exact(V) - M @ rows

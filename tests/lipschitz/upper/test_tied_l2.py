@@ -223,3 +223,21 @@ def test_other_maps_are_refused(attention: oa.AttentionMap, message: str) -> Non
 def test_other_statements_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="l2_tied_bound does not apply"):
         bounds.l2_tied_bound(oa.L2Attention([[1.0]], [[1.0]], [[1.0]]), **options)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-170, 1e-30, 1e150])
+def test_tiny_and_huge_values_keep_their_digits(size: float) -> None:
+    """The square of a tiny norm vanishes: the bound of values of 1e-170 was zero."""
+    one, scaled = (oa.L2Attention(np.eye(2), np.eye(2), s * np.eye(2)) for s in (1.0, size))
+    for bound in (bounds.l2_tied_bound, bounds.kim2021_l2):
+        assert bound(scaled, n=6).value / size == pytest.approx(bound(one, n=6).value, rel=1e-9)
+
+
+@pytest.mark.parametrize("p", [2.0, 2.5, 7.0, 1e3, math.inf])
+def test_every_constant_is_proved(p: float) -> None:
+    pytest.importorskip("flint")
+    head = oa.L2Attention(np.eye(2), np.eye(2), np.eye(2))
+    for n in (1, 2, 64, 10**9):
+        for attention in (head, oa.MaskedAttention(head)):
+            bound = bounds.l2_tied_bound(attention, n=n, p=p)
+            assert bound.value * (1.0 - 1e-9) <= bound.rigorous_value() <= bound.value
