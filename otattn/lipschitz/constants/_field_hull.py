@@ -6,13 +6,12 @@ r"""The field part ``sup ||V C A||`` on boxes and point sets (notation of :mod:`
   ``b = q^T A^T x / sqrt(s)``, so it is at most
   ``max over pairs of (sqrt(s) |V delta| + |A^T delta| / sqrt(s))^2 / 16``; the pair itself, with half the
   mass on either point, reaches ``|V delta| |A^T delta| / 4``. The range of a linear function is the same on
-  the convex hull, so this covers the hull of the points too; on a box it is the range over pairs of
-  opposite vertices.
+  the convex hull, so this covers the hull of the points too.
+- Boxes up to dimension 12 are exact up to cells: :mod:`otattn.lipschitz.constants._field_cells`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,20 +32,18 @@ from otattn.lipschitz.certificate import (
     problem_function,
 )
 from otattn.lipschitz.constants._dual_quadratic import triangular
-from otattn.lipschitz.constants._field_plane import best_edge_point, plane_field
+from otattn.lipschitz.constants._field_cells import VERTEX_LIMIT, best_step, cells_field
 from otattn.lipschitz.constants._solve import Proposal, cvxpy_solve, scalar_search, scalar_value
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.regions import Region
 from otattn.measures import Box, DiscreteMeasure, PointSet
 
-# boxes: up to this dimension through their vertices, which is tighter than the semidefinite program
-_VERTEX_LIMIT = 12
-# and beyond this one by a low-rank ascent instead of an interior-point method
+# boxes beyond this dimension by a low-rank ascent instead of an interior-point method
 _SDP_LIMIT = 40
 _BLOCK = 2048
 
 
-@problem_function("field_certificate/box", "field_certificate/plane")
+@problem_function("field_certificate/box", "field_certificate/cells")
 def _box_problem(statement: Statement) -> dict[str, Any]:
     """``V D`` and ``A^T D`` of norm about one, D the half widths that are not zero, and their units."""
     head = softmax_head(statement.attention, exact=statement.exact)
@@ -95,19 +92,18 @@ def box_field(statement: Statement, solver: str | None, max_iter: int | None) ->
     step = np.ones(k)
     if scale > 0:
         s, diagonal, step, proposal = _low_rank_ascent(M1, M2, max_iter)
-    plane = solver is None and k == 2 and scale > 0
-    if plane:
-        step = best_edge_point(V, K)
+    cells = solver is None and k <= VERTEX_LIMIT
+    if cells and scale > 0:
+        rng = np.random.default_rng(0)  # fixed starts: the result depends on the data only
+        step = best_step(V, K, [step, *rng.uniform(-1.0, 1.0, (8, k))])
     u = np.zeros(head.d)
     u[live] = step * r[live]
     common: dict[str, Any] = {
         "witness": DiscreteMeasure(np.stack([domain.center + u, domain.center - u])),
         "details": {"attained": float(np.linalg.norm(head.V @ u) * np.linalg.norm(head.A.T @ u))},
     }
-    if plane:
-        return plane_field(statement, problem, common)
-    if solver is None and k <= _VERTEX_LIMIT:
-        return _pairs(statement, max_iter, common)
+    if cells:
+        return cells_field(statement, problem, step, common)
     if scale > 0 and (solver is not None or k <= _SDP_LIMIT):
         s, diagonal, proposal = _box_sdp(M1, M2, solver or "CLARABEL", max_iter)
     return certify(
@@ -172,21 +168,11 @@ def _low_rank_ascent(M1: Array, M2: Array, max_iter: int | None) -> tuple[float,
 
 @problem_function("field_certificate/points")
 def _points_problem(statement: Statement) -> dict[str, Any]:
-    """``(|V delta|, |A^T delta|)`` of the pairs of points, or of opposite vertices, that no other pair dominates."""
+    """``(|V delta|, |A^T delta|)`` of the pairs of points that no other pair dominates."""
     head = softmax_head(statement.attention, exact=statement.exact)
     V, A = (M.interval() if statement.exact else M for M in (head.V, head.A))
     domain = statement.domain
-    if isinstance(domain, Box):
-        r = Region.of(domain).reach
-        assert r is not None
-        live = r > 0 if (r > 0).any() else np.ones(len(r), dtype=bool)
-        signs = np.array(list(itertools.product([2.0], *[[2.0, -2.0]] * (int(live.sum()) - 1))))
-        corners = signs * r[live]
-        q1, q2 = (_lengths(corners @ M) for M in (V[:, live].T, A[live]))
-        size = float(np.linalg.norm(2.0 * r))
-        pairs = np.stack([upper(q1), upper(q2)], axis=1)
-        pairs = pairs[_pareto(pairs[:, 0], pairs[:, 1])]
-    elif statement.exact:
+    if statement.exact:
         pairs, size = _exact_pairs(domain.points, V, A), 0.0
     else:
         y = domain.points - domain.points.mean(axis=0)

@@ -256,7 +256,7 @@ def test_covariances_of_rectangles_are_below_the_plane_bound():
         A *= 10 ** rng.uniform(-30, 30)
         r, center = 10 ** rng.uniform(-3, 3, 2), rng.standard_normal(2)
         bound = field_certificate(SoftmaxAttention(A, V), domain=Box(center - r, center + r))
-        assert bound.relaxation == "field_certificate/plane"
+        assert bound.relaxation == "field_certificate/cells"
         assert bound.verify()
         r, best = bound.domain.half_widths, 0.0
         for _ in range(40):
