@@ -208,25 +208,25 @@ class Seen:
                 best, _affine_norm(A, c, self.R) + self.bias_error + self.form.error * self.form.norm_A * self.R
             )
         if self.region.reach is not None or self.region.centred_points is not None:
-            best = least(best, self._extreme_gradient())
+            best = least(best, self._extreme_norm(self.form.A, self.bias) + self.bias_error)
         return up(best)
 
-    def _extreme_gradient(self) -> Any:
-        """The same for a box, row by row, or for a finite set, point by point."""
-        A = _intervals(self.form.A)
-        zero = np.zeros(len(A)) if self.bias is None else _intervals(self.bias)
+    def _extreme_norm(self, M: Any, shift: Any | None = None) -> Any:
+        """``max |M x + shift|`` over a centred box, row by row, or a finite set, point by point."""
+        M = _intervals(M)
+        zero = np.zeros(len(M)) if shift is None else _intervals(shift)
         if self.region.reach is None:
             z = self._points(self.region.centred_points)
-            rows = z @ A.T + zero
+            rows = z @ M.T + zero
             sizes = np.sqrt((rows * rows).sum(axis=1)).max()
-            rounded = 0.0 if self.form.exact else self._error(z, A.T)
+            rounded = 0.0 if self.form.exact else self._error(z, M.T)
         else:
             # on the form's coordinates the box is the image of a box
-            M = A if self.form.basis is None else A @ _intervals(self.form.basis).T
+            M = M if self.form.basis is None else M @ _intervals(self.form.basis).T
             rows = np.abs(zero) + np.abs(M) @ self.region.reach
             sizes = np.sqrt((rows * rows).sum())
             rounded = 0.0 if self.form.exact else self._error(np.abs(M), self.region.reach[:, None])
-        return up(sizes) + rounded + self.bias_error
+        return up(sizes) + rounded
 
     @cached_property
     def t(self) -> Any:
@@ -240,11 +240,21 @@ class Seen:
 
     @cached_property
     def value_radius(self) -> Any:
-        """At least every standard deviation of ``<u, V x>``, ``|u| = 1``, under a measure on the domain."""
+        """At least half the range of every ``<u, V x>``, ``|u| = 1``, on the domain: so no standard deviation is larger."""
         best = product(self.v, self.region.half_diameter)
+        if self.region.reach is not None or self.region.centred_points is not None:
+            best = least(best, self._extreme_norm(self.form.V))
         if self.shape is None:
             return best
         return least(best, spectral_norm_upper(self.form.V @ self.shape) + self._error(self.form.V, self.shape))
+
+    @cached_property
+    def t_values(self) -> Any:
+        """``G value_radius / v``, never above `t`: half the largest spread of logits and of values, in units of ``v``."""
+        # values near the least float have lost their digits
+        if top(self.v) < 1e-290:
+            return self.t
+        return least(self.t, up(product(self.G, self.value_radius / self.v)))
 
     @cached_property
     def row_deviation(self) -> Any:

@@ -2,6 +2,11 @@ r"""Constants of one row of attention: how strongly a row's output can react to 
 
 A row with query gradient g (``|g| <= G``), weights ``P`` on points ``y`` of mean m and half diameter r maps a
 displacement field ``eps`` to ``K eps = E_P[ B_y eps(y) ]``, ``B_y = I + (y - m) g^T``. Below, ``t = G r``.
+
+With values, ``V K eps`` is paired with ``w = V^T u``, ``|w| <= v``, in place of u, and ``<w, y>`` has half the range ``rho_V``, the
+value radius, at most ``v r``: the proofs use no more, so ``v`` times the same constants at ``t = G rho_V / v`` bound ``V K``. (On an
+ellipsoid ``rho_V`` may be far below ``v r``. Both grow with ``|w|`` where ``|w| t`` is held: the two-index norm in sight, the power
+mean because it is even in ``|w|``, exchanging the points, and convex.)
 """
 
 from __future__ import annotations

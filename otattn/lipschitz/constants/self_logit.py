@@ -10,6 +10,9 @@ every z, with ``b = c - 2 nu A^T c``,
 .. math:: \langle g(z), z\rangle \;\ge\; \nu |g(z)|^2 - \lambda |z|^2 - \nu |c|^2
           - \tfrac14 b^T (\lambda I - \nu A^T A + S)^{-1} b .
 
+On an ellipsoid the logit of a token with itself is ``<F z + f, z>`` with another form, ``F = E^T A' E``, and gradient norm
+``|A z + c|``: the same with ``S = (F + F^T)/2`` and ``b = f - 2 nu A^T c``.
+
 Proof: ``<g,z> - nu |g|^2 + lam |z|^2 = z^T (S - nu A^T A + lam I) z + b^T z - nu |c|^2`` is a convex quadratic in z;
 its minimum is attained at ``-(...)^{-1} b / 2``. (For c = 0, ``lam = lambda_max`` itself is allowed.) The bound is
 affine in ``|g|^2`` and in ``|z|^2``, so its minimum over a cell ``|g| in [g0, g1], |z| in [r0, r1]`` sits at a corner.
@@ -35,6 +38,7 @@ from scipy.special import lambertw
 
 from otattn import _validate as check
 from otattn._linalg import EPS, Array, bordered, mid, norm_upper, spectral_norm_upper
+from otattn.attention.head import Head
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
@@ -42,9 +46,9 @@ from otattn.lipschitz.arithmetic.rounding import least, product, top, up
 from otattn.lipschitz.certificate import Statement, multiplier
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.quadratic import max_norm_product
-from otattn.lipschitz.constants.regions import see
+from otattn.lipschitz.constants.regions import Seen, see
 from otattn.lipschitz.theorem import resolve_domain
-from otattn.measures.domains import Ball, Domain
+from otattn.measures.domains import Ball, Domain, Ellipsoid, LayerNormDomain
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,12 @@ class UnitNumbers:
         The exponent of the column sums.
     noise : float
         What rounding may have done to ``g`` on the ball: the exact gradient is within this of ``A z + c``.
+    own : ndarray (d, d), optional
+        The form of a token's logit with itself, ``<own z + own_shift, z>``, on an ellipsoid; by default A.
+    own_shift : ndarray (d,), optional
+        By default c.
+    turn : float
+        Half the largest range of ``<u, V x>``, ``|u| = 1``, in units of ``v R``: at most 1.
 
     In exact arithmetic the matrices are balls, the scalars intervals, and ``noise`` is 0.
     """
@@ -80,6 +90,19 @@ class UnitNumbers:
     trace_sigma: Any
     kappa: Any
     noise: float = 0.0
+    own: Any = None
+    own_shift: Any = None
+    turn: Any = 1.0
+
+    @property
+    def self_form(self) -> Any:
+        """The form of a token's logit with itself."""
+        return self.A if self.own is None else self.own
+
+    @property
+    def self_shift(self) -> Any:
+        """Its linear part."""
+        return self.c if self.own is None else self.own_shift
 
     @property
     def centred(self) -> bool:
@@ -93,7 +116,7 @@ class UnitNumbers:
 
 
 def unit_numbers(
-    attention: Any, domain: Domain | float, *, masked: bool | None = False, exact: bool = False
+    attention: Any, domain: Domain | float, *, masked: bool | None = False, exact: bool = False, shaped: bool = False
 ) -> UnitNumbers:
     """The head of a :class:`SoftmaxAttention` with its tokens scaled to the unit ball.
 
@@ -102,12 +125,17 @@ def unit_numbers(
     Every domain is enclosed by a ball: an ellipsoid ``E z + b`` by the ball of radius ``||E||`` around b, a box or a
     finite set by a ball around a centre of it. A constant on the ball bounds the constant on the domain; the scalars
     ``top, sigma, kappa`` are those of the domain itself where they are sharper.
+
+    ``shaped`` keeps the shape of an ellipsoid ``E z + b``: then ``g(z) = A z + c`` with ``|z| <= 1`` is still R times the
+    gradient, A is ``R`` times the form times E, ``own = E^T (form) E``, and ``trace_sigma`` is for covariances of z.
     """
     region = resolve_domain(None, domain if isinstance(domain, Domain) else Ball(domain), attention.in_dim)
     form = softmax_head(attention, masked=masked, exact=exact).on_span(ball=isinstance(region, Ball))
     seen = see(form, region)
     # the unit of length is a float at or above the radius
     R = top(seen.R)
+    if shaped and isinstance(region, Ellipsoid | LayerNormDomain):
+        return _shaped(form, seen, R, exact)
     A = form.A * R * R
     bias = seen.bias
     if bias is None:
@@ -131,12 +159,40 @@ def unit_numbers(
         trace_sigma,
         math.inf if form.causal else seen.kappa,
         0.0 if exact else R * seen.bias_error + form.error * a + rounded,
+        turn=_turn(seen, R),
     )
 
 
-def numbers_of(statement: Statement, *, masked: bool | None = False) -> UnitNumbers:
+def _turn(seen: Seen, R: float) -> Any:
+    return 1.0 if top(seen.v) < 1e-290 else least(1.0, up(seen.value_radius / seen.v / R))
+
+
+def _shaped(form: Head, seen: Seen, R: float, exact: bool) -> UnitNumbers:
+    """The numbers on an ellipsoid, in the coordinates of its unit ball."""
+    E: Any = seen.shape
+    bias: Any = seen.bias
+    rounded = 0.0
+    if not exact:
+        # only E z counts: in an orthonormal basis of the span of its rows
+        rounded = 64.0 * max(E.shape) ** 1.5 * EPS
+        E = np.asarray(np.linalg.qr(E.T, mode="r")).T
+    A, own = form.A @ E * R, E.T @ form.A @ E
+    zero: Any = BallMatrix.exact(np.zeros(len(form.A))) if exact else np.zeros(len(form.A))
+    c = zero if bias is None else bias * R
+    shift = E.T @ (zero if bias is None else bias)
+    loose = 1.0 + form.error + rounded
+    a = up(spectral_norm_upper(form.A) * R * R * loose)
+    noise = 0.0 if exact else R * seen.bias_error + (form.error + 2.0 * rounded) * (a + float(norm_upper(c)))
+    top_gradient = up(product(seen.G, R))
+    kappa = math.inf if form.causal else seen.kappa
+    if not exact:
+        A, own, c, shift = (check.frozen(x) for x in (A, own, c, shift))
+    return UnitNumbers(A, c, a, top_gradient, seen.v, seen.sigma, seen.sigma, kappa, noise, own, shift, _turn(seen, R))
+
+
+def numbers_of(statement: Statement, *, masked: bool | None = False, shaped: bool = False) -> UnitNumbers:
     """The head of a certificate's statement."""
-    return unit_numbers(statement.attention, statement.domain, masked=masked, exact=statement.exact)
+    return unit_numbers(statement.attention, statement.domain, masked=masked, exact=statement.exact, shaped=shaped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +213,8 @@ class SelfLogit:
 
         ``lam`` and ``const`` are floats; in exact arithmetic each pair is proved, raised where it must be.
         """
-        A = mid(head.A)
-        S, M = 0.5 * (A + A.T), A.T @ A
+        A, F = mid(head.A), mid(head.self_form)
+        S, M = 0.5 * (F + F.T), A.T @ A
         a = top(head.a)
         nu, gap = np.broadcast_arrays(np.atleast_1d(nu).astype(float), np.atleast_1d(gap).astype(float))
         slack = 16 * len(S) * EPS * (np.abs(nu) * a**2 + a)
@@ -169,7 +225,7 @@ class SelfLogit:
             for k, t in enumerate(nu):
                 lam[k] = np.linalg.eigvalsh(t * M - S)[-1]
             return cls(nu.copy(), gap.copy(), lam + slack, const + loose)._proved(head)
-        c = mid(head.c)
+        c, shift = mid(head.c), mid(head.self_shift)
         Atc, size = A.T @ c, float(np.linalg.norm(c))
         last: float | None = None
         for k in np.argsort(nu, kind="stable"):
@@ -178,7 +234,7 @@ class SelfLogit:
                 last = float(nu[k])
             # exact arithmetic on a matrix within slack/2 of the true one: lam is raised by that much
             inner = theta[-1] + max(float(gap[k]), 1e-9 * (a * (1 + abs(nu[k]) * a) + size))
-            b = basis.T @ (c - 2 * nu[k] * Atc)
+            b = basis.T @ (shift - 2 * nu[k] * Atc)
             lam[k] = inner
             const[k] = nu[k] * size**2 + 0.25 * float(np.sum(b**2 / (inner - theta)))
         const = const + 1e-12 * (np.abs(const) + np.abs(nu) * size**2) + loose
@@ -188,13 +244,13 @@ class SelfLogit:
         """In exact arithmetic: ``lam |z|^2 + const + <g,z> - nu |g|^2 >= 0`` for every z, as a form in ``(z, 1)``."""
         if not head.exact:
             return self
-        S, M = 0.5 * (head.A + head.A.T), head.A.T @ head.A
+        S, M = 0.5 * (head.self_form + head.self_form.T), head.A.T @ head.A
         lam, const = self.lam.copy(), self.const.copy()
         k = len(S)
         for i, nu in enumerate(self.nu):
             form = S - nu * M
             if not head.centred:
-                form = bordered(form, 0.5 * head.c - nu * (head.A.T @ head.c))
+                form = bordered(form, 0.5 * head.self_shift - nu * (head.A.T @ head.c))
             size = top(head.a) * (1.0 + abs(nu) * top(head.a)) + abs(const[i])
             for step in (0.0, 1e-13, 1e-11, 1e-9):
                 corner = np.diag(np.append(np.full(k, lam[i] + step * size), const[i] + step * size)[: len(form)])

@@ -146,23 +146,23 @@ def _two_atoms(row: Any, n: int, p: float) -> Any:
 
 
 def _softmax(seen: Seen, n: int | None, p: float, line: bool) -> Any:
-    t, v = seen.t, log(seen.v)
+    t, turn, v = seen.t, seen.t_values, log(seen.v)
     if math.isinf(p):
         ends = np.maximum(1.0, t + 0.25 / np.maximum(t, 0.5))
         return least(log(seen.row_deviation), v + log(ends)) if line else log(seen.row_deviation)
     if p == 1.0:
         if n is None:
-            return v + 2.0 * t + np.log1p(2.0 * t)
-        q = np.minimum(np.exp(_density(2.0 * t, n)) / n, 0.5 + 0.25 / np.maximum(t, 1e-300))
-        return v + np.log(like(n, q)) + log(q) + np.log1p(2.0 * t * np.maximum(1.0 - q, 0.0))
-    row = log(seen.row_deviation) if p >= 2.0 else v + log(hoelder_constant(t, p))
+            return v + 2.0 * t + np.log1p(2.0 * turn)
+        q = np.minimum(np.exp(_density(2.0 * t, n)) / n, 0.5 + 0.25 / np.maximum(turn, 1e-300))
+        return v + np.log(like(n, q)) + log(q) + np.log1p(2.0 * turn * np.maximum(1.0 - q, 0.0))
+    row = log(seen.row_deviation) if p >= 2.0 else v + log(hoelder_constant(turn, p))
     found = [_density(2.0 * t, n) / p + row]
     if p >= 2.0:
         found.append(v + density_constant_p(seen.t_ball, n, p)[1])
     if p == 2.0:
         found.append(v + fixed_query_constant(seen.t_ball))
     if n is not None:
-        found.append(v + _two_atoms(row_norm(t), n, p))
+        found.append(v + _two_atoms(row_norm(turn), n, p))
     return least(*found)
 
 

@@ -41,7 +41,7 @@ def masked_column_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, An
     Proof. That of ``column_bound``, with the column sums ``sum_{i >= j} P_ij <= S_n``: a row of i tokens
     whose logits differ by at most 2 t has weights of at most ``1 / (1 + (i-1) e^{-2t})``.
     """
-    row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
+    row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t_values, p)
     total = masked_column_sum(2.0 * seen.t, n)
     value = log_sum(log(seen.sigma), log(row) + (0.0 if math.isinf(p) else log(total) / p))
     return value, {"column_sum": total, "sigma": seen.sigma, "row": row}
@@ -89,7 +89,7 @@ def masked_row_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]
     of i tokens has norm at most ``phi(t)``, and at most ``Psi_i / sqrt(i)``, since ``Psi_i`` bounds it from
     ``L^2`` of the i equal atoms that it sees.
     """
-    phi2 = row_norm(seen.t) ** 2
+    phi2 = row_norm(seen.t_values) ** 2
     total: Any = 0.0
     i = 1
     # blocks of rows: Psi_i grows with i and 1/i falls, so a block is bounded by its last Psi and its first
@@ -102,7 +102,7 @@ def masked_row_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]
     if i <= n:
         total = total + _later_rows(phi2, density_constant(seen.t_ball, n)[0] ** 2, i - 1, n)
     value = log_sum(log(seen.sigma), log(seen.v) + 0.5 * log(up(total)))
-    return value, {"row_constant": row_norm(seen.t), "row_sum": total, "sigma": seen.sigma}
+    return value, {"row_constant": row_norm(seen.t_values), "row_sum": total, "sigma": seen.sigma}
 
 
 def _later_rows(phi2: Any, psi2: Any, m: int, n: int) -> Any:
@@ -137,15 +137,18 @@ def masked_average_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, A
     ||eps||_p``.
     """
     r = np.concatenate([[1.0], 1.0 + (p - 1.0) * np.linspace(0.005, 0.995, 199)])
-    best = float(r[int(_average_log(r, top(seen.t), p).argmin())])
+    best = float(r[int(_average_log(r, top(seen.t), top(seen.t_values), p).argmin())])
     order = like(best, seen.t)
-    value = log_sum(log(seen.sigma), log(seen.v) + _average_log(order, seen.t, p))
+    value = log_sum(log(seen.sigma), log(seen.v) + _average_log(order, seen.t, seen.t_values, p))
     return value, {"r": best, "sigma": seen.sigma}
 
 
-def _average_log(r: Any, t: Any, p: float) -> Any:
-    """``log( N_r (E p / (p - r))^{1/r} )``; N_r is ``(1 + t^2)^{1/r'} (1 + 2t)^{1 - 2/r'}`` for r < 2, ``1/r' = 1 - 1/r``."""
+def _average_log(r: Any, logits: Any, t: Any, p: float) -> Any:
+    """``log( N_r (E p / (p - r))^{1/r} )``, ``E = e^{2 logits}``.
+
+    N_r is ``(1 + t^2)^{1/r'} (1 + 2t)^{1 - 2/r'}`` for r < 2, ``1/r' = 1 - 1/r``.
+    """
     conjugate = 1.0 - 1.0 / r
     square = 2.0 * np.log(np.hypot(1.0, t))
     norms = np.where(r < 2.0, conjugate * square + (1.0 - 2.0 * conjugate) * np.log1p(2.0 * t), 0.5 * square)
-    return norms + (2.0 * t + np.log(p / (p - r))) / r
+    return norms + (2.0 * logits + np.log(p / (p - r))) / r

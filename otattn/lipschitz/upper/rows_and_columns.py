@@ -32,6 +32,11 @@ constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`
 **Under a causal mask** row i is a row of the tokens that it sees, itself among them: at most n, so the self-token entropy with
 ``tau_n`` stands, and its two tokens that move most move no more than those of all. The columns give ``T_n = n``, which says nothing.
 
+**On an ellipsoid** ``x = E z + b`` everything is said of z, ``|z| <= 1``, and only what multiplies ``eps_j`` stays in ``R^d``: the
+spread is that of z, ``tr C_i``, with the self-token entropy of ``<E^T g_i, z>`` (its lower bound may be in terms of ``|g_i|``, by the
+same proof, and ``|E^T g_i| <= ||E|| |g_i|``), ``sigma = max_{|u|=1} |V E u| |A^T E u|``. With ``w = V^T u``, ``|w| <= v``, in place of
+u, ``N_j = |w + <E^T w, y_j> g|`` and ``<E^T w, y_j>`` is ``||V E||`` times what it was: gamma becomes ``|g_i| ||V E|| / v``.
+
 Any ``alpha, mu`` is valid, also one a cell; on a cell of ``(rho, theta)``, ``e_1 = rho cos theta``, ``e_2 = rho sin theta``,
 every term is monotone, so the corner with the largest e's in k and F, and the smallest rho in rem, bounds the cell.
 """
@@ -48,9 +53,10 @@ from typing import Any
 import numpy as np
 
 from otattn import _validate as check
-from otattn._linalg import Array
+from otattn._linalg import EPS, Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, like, upper
+from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._solve import integer, number
@@ -85,6 +91,7 @@ class Rows:
         family = SelfLogit.of(head, multipliers) if family is None else family
         gamma, spread = spread_region(head, n, family, multipliers["edges"])
         diagonal = upper(np.minimum(head.trace_sigma * spread, head.sigma) / head.v)
+        gamma = upper(gamma * head.turn) if head.exact else gamma * top(head.turn) * (1.0 + 4 * EPS)
         return cls(gamma, spread, diagonal, n, float(upper(columns_at_most(n, head.kappa))), problem["atoms"])
 
     @cached_property
@@ -261,7 +268,7 @@ def _cover(n: int) -> tuple[Array, Array]:
 def _problem(statement: Statement) -> dict[str, Any]:
     if statement.p != 2.0:
         raise ValueError(f"p must be 2 for rows_and_columns, received {statement.p:g}.")
-    head, n = numbers_of(statement, masked=None), check.count(statement.n, "n")
+    head, n = numbers_of(statement, masked=None, shaped=True), check.count(statement.n, "n")
     target = number(statement.options, "target", least=-math.inf)
     return {"head": head, "n": n, "atoms": integer(statement.options, "atoms", most=10_000), "target": target}
 
@@ -311,7 +318,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     deep = effort == "deep"
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
     statement = Statement(attention, domain, n, p)
-    head = numbers_of(statement, masked=None)
+    head = numbers_of(statement, masked=None, shaped=True)
     problem = {"head": head, "n": n, "atoms": atoms}
     if n == 1 or head.v == 0.0:
         return prove("row_bound", attention, domain, n, p)
@@ -327,7 +334,7 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
             rows = Rows.of(problem, multipliers, family)
             if rows.gamma.size == 1:
                 break
-            gamma = rows.gamma[Search(rows, list(search.memory)).winners(at)] / head.top
+            gamma = rows.gamma[Search(rows, list(search.memory)).winners(at)] / (head.top * top(head.turn))
             cell = np.clip(np.searchsorted(edges, gamma * (1 - 1e-12)) - 1, 0, edges.size - 2)
             if (cell := cell[np.diff(edges)[cell] > (1e-3 if deep else 4e-3)]).size == 0:
                 break

@@ -179,7 +179,7 @@ def row_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     r"""n tokens, p = 2: ``( sigma^2 + (alpha + sqrt(alpha^2 + beta^2)) / 2 )^{1/2}``.
 
     ``alpha = n phi^2 v^2 + 2 sqrt2 phi v sigma``, ``beta = 2 phi v sigma sqrt(n-2)``, ``phi =
-    row_norm(t)``; at most ``v (sqrt(n) phi(a) + a)`` on the ball. So the growth like ``R^2 sqrt(n)``
+    row_norm(t)``, t of `t_values`; at most ``v (sqrt(n) phi(a) + a)`` on the ball. So the growth like ``R^2 sqrt(n)``
     has the constant ``v ||A|| / sqrt2``, where the published bound has ``2 sqrt3 v ||A||``. Holds with and
     without a causal mask.
 
@@ -194,8 +194,8 @@ def row_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     >>> row_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=1.0, n=1).value
     1.000...
     """
-    phi = row_norm(seen.t)
-    details = {"row_constant": phi, "sigma": seen.sigma, "t": seen.t}
+    phi = row_norm(seen.t_values)
+    details = {"row_constant": phi, "sigma": seen.sigma, "t": seen.t_values}
     return log(two_largest(seen.v * phi, seen.sigma, n)), details
 
 
@@ -229,7 +229,7 @@ def column_bound(seen: Seen, n: Any, p: float) -> tuple[Any, dict[str, Any]]:
     >>> column_bound(SoftmaxAttention([[1.0]], [[1.0]]), radius=2.0, p=float("inf")).value  # 4 + sqrt(17)
     8.123105...
     """
-    row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t, p)
+    row = seen.row_deviation if p >= 2.0 else seen.v * hoelder_constant(seen.t_values, p)
     sums: Any = 0.0 if math.isinf(p) else column_log(seen.kappa, 2.0 * seen.t, n) / p
     details = {
         "kappa": seen.kappa,
