@@ -173,7 +173,9 @@ def _points_problem(statement: Statement) -> dict[str, Any]:
     V, A = (M.interval() if statement.exact else M for M in (head.V, head.A))
     domain = statement.domain
     if statement.exact:
-        pairs, size = _exact_pairs(domain.points, V, A), 0.0
+        # the square of a zero is rounded upward, to the least float
+        zero = not head.V.any() or not head.A.any()
+        pairs, size = (np.zeros((1, 2)) if zero else _exact_pairs(domain.points, V, A)), 0.0
     else:
         y = domain.points - domain.points.mean(axis=0)
         pairs, _ = _extreme_pairs(y @ V.T, y @ A)

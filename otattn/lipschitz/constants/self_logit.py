@@ -76,7 +76,8 @@ class UnitNumbers:
     own_shift : ndarray (d,), optional
         By default c.
     turn : float
-        Half the largest range of ``<u, V x>``, ``|u| = 1``, in units of ``v R``: at most 1.
+        At most 1: for a unit u, ``<u, V x> = v R turn <w, z> + const``, ``|w| <= 1``. Below 1 on ellipsoids only, ``||V E|| / (v R)``:
+        in the ball around another set, values of a small range may have a deviation that the spread of z does not bound.
 
     In exact arithmetic the matrices are balls, the scalars intervals, and ``noise`` is 0.
     """
@@ -159,12 +160,7 @@ def unit_numbers(
         trace_sigma,
         math.inf if form.causal else seen.kappa,
         0.0 if exact else R * seen.bias_error + form.error * a + rounded,
-        turn=_turn(seen, R),
     )
-
-
-def _turn(seen: Seen, R: float) -> Any:
-    return 1.0 if top(seen.v) < 1e-290 else least(1.0, up(seen.value_radius / seen.v / R))
 
 
 def _shaped(form: Head, seen: Seen, R: float, exact: bool) -> UnitNumbers:
@@ -185,9 +181,10 @@ def _shaped(form: Head, seen: Seen, R: float, exact: bool) -> UnitNumbers:
     noise = 0.0 if exact else R * seen.bias_error + (form.error + 2.0 * rounded) * (a + float(norm_upper(c)))
     top_gradient = up(product(seen.G, R))
     kappa = math.inf if form.causal else seen.kappa
+    turn = 1.0 if R == 0.0 or top(seen.v) < 1e-290 else least(1.0, up(seen.value_radius / seen.v / R))
     if not exact:
         A, own, c, shift = (check.frozen(x) for x in (A, own, c, shift))
-    return UnitNumbers(A, c, a, top_gradient, seen.v, seen.sigma, seen.sigma, kappa, noise, own, shift, _turn(seen, R))
+    return UnitNumbers(A, c, a, top_gradient, seen.v, seen.sigma, seen.sigma, kappa, noise, own, shift, turn)
 
 
 def numbers_of(statement: Statement, *, masked: bool | None = False, shaped: bool = False) -> UnitNumbers:
@@ -226,7 +223,7 @@ class SelfLogit:
                 lam[k] = np.linalg.eigvalsh(t * M - S)[-1]
             return cls(nu.copy(), gap.copy(), lam + slack, const + loose)._proved(head)
         c, shift = mid(head.c), mid(head.self_shift)
-        Atc, size = A.T @ c, float(np.linalg.norm(c))
+        Atc, size = A.T @ c, float(norm_upper(c))
         last: float | None = None
         for k in np.argsort(nu, kind="stable"):
             if last is None or nu[k] != last:
@@ -276,8 +273,8 @@ class SelfLogit:
     @classmethod
     def default(cls, head: UnitNumbers, *, count: int = 200) -> SelfLogit:
         """A geometric family of both signs of nu, pruned to the members that win somewhere on ``(|g|, |z|)``."""
-        if head.a == 0.0:
-            # g = c: <c, z> >= -|c| |z|, left to the trivial bound of `lower`
+        if top(head.a) < 1e-100:
+            # g = c as far as it matters: <c, z> >= -|c| |z|, left to the trivial bound of `lower`
             return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, np.inf))
         unit = np.concatenate([-np.geomspace(0.02, 50.0, count // 4), [0.0], np.geomspace(0.01, 300.0, count)])
         nu = np.append(unit, 1.0) / head.a
@@ -348,8 +345,8 @@ def spread_region(head: UnitNumbers, n: int, family: SelfLogit, edges: Array) ->
     g0, g1 = head.top * edges[:-1], head.top * edges[1:]
     low = family.lower(g0, g1) - (0.0 if head.exact else 1e-12 * head.top)
     excess = np.maximum(low - entropy_gap(n), 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        spread = np.where(g1 > 0, 1.0 - (excess / g1) ** 2, 1.0)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        spread = np.where(g1 > 0, 1.0 - np.minimum(excess / g1, 1.0) ** 2, 1.0)
     # <g, z> <= |g|: a cell with a larger lower bound is empty
     empty = lower(low) > upper(g1) * (1.0 if head.exact else 1 + 1e-12)
     gamma, spread = upper(g1)[~empty], np.clip(upper(spread)[~empty] + 1e-14, 0.0, 1.0)

@@ -128,6 +128,8 @@ def _orders(p: float) -> tuple[float, float]:
 
 def _enrich(head: UnitNumbers, family: SelfLogit, at: Maximum) -> SelfLogit:
     """The family with the best multipliers for the middle of the worst cell added to it."""
+    if top(head.a) < 1e-100:  # the gradients are constant as far as it matters
+        return family
     r, q = 0.5 * (at.lo + at.hi)
     g = float(Barycentre(head, family, least_stretch(head)).gamma(np.array(r), np.array(q)))
     size = float(norm_upper(head.c))

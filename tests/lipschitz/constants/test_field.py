@@ -224,6 +224,7 @@ def test_zero_matrices_give_zero(zero):
         bound = field_certificate(attention, domain=domain)
         assert bound.value == 0.0
         assert bound.verify()
+        assert bound.verify(rigorous=True)
     point = field_certificate(SoftmaxAttention(np.eye(3), np.eye(3)), domain=Box(np.ones(3), np.ones(3)))
     # a box without width: zero up to the outward rounding of its vertices
     assert 0.0 <= point.value <= 1e-12

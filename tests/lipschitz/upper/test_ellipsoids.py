@@ -85,3 +85,46 @@ def test_the_program_on_an_ellipsoid_is_proved_in_intervals(seed):
 def _radius(domain):
 
     return float(largest_norm(domain))
+
+
+def flat_sets(de):
+    corners = np.array([[1.0, de], [1.0, -de], [-1.0, de], [-1.0, -de]])
+    return (
+        Box([-1.0, -de], [1.0, de]),
+        PointSet(np.vstack([corners, [0.985, 0.0]])),
+        Ellipsoid(np.diag([1.5, 1.5 * de])),
+    )
+
+
+@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("kind", range(3))
+def test_values_of_a_small_range_may_deviate_as_much_as_they_like(n, kind):
+    """Two anchors at opposite ends of the values, the tokens' spread tiny: false on boxes if the spread bounded the values."""
+    de = 1e-2
+    head = SoftmaxAttention(1e3 * np.eye(2), [[0.0, 1.0]])
+    tokens = np.array([[1.0, de], [1.0, -de]] + [[0.985, 0.0]] * (n - 2))
+    domain = flat_sets(de)[kind]
+    reached = oa.local_lipschitz(head, tokens).particle
+    for attention in (head, oa.MaskedAttention(head)):
+        assert oa.local_lipschitz(attention, tokens).particle <= rows_and_columns(attention, domain=domain, n=n).value
+    assert reached <= bounds.row_bound(head, domain=domain, n=n).value <= 3.0 * reached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [None, [1.0, 0.5]])
+@pytest.mark.parametrize(
+    "domain",
+    [
+        PointSet([[1.0, 2.0]]),
+        Box([1.0, 1.0], [1.0, 1.0]),
+        Ellipsoid(np.zeros((2, 2))),
+        Ellipsoid(1e-160 * np.eye(2)),
+        Ellipsoid(np.diag([1e-155, 1e-170])),
+        Ellipsoid(1e-200 * np.eye(2)),
+    ],
+)
+def test_domains_that_are_nearly_points(domain, bias):
+    head = SoftmaxAttention(2.0 * np.eye(2), np.eye(2), bias=bias)
+    # equal tokens are averaged: the norm is 1
+    assert 1.0 <= rows_and_columns(head, domain=domain, n=3).value <= 1.01
+    assert 1.0 <= oa.lipschitz_upper_bound(head, domain=domain, n=3).value <= 1.0 + 1e-9
