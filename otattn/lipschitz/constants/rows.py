@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import MARGIN, least, log, safe_exp, top, up
 
 CELLS = 1024
@@ -225,3 +227,97 @@ def _cell_maximum(cells: Callable[[Any, Any], Any], *, other: Any) -> Any:
     fine[:, -1] = edges[best + 1]
     found = max(float(values[order[-65]]), float(bound(fine[:, :-1].ravel(), fine[:, 1:].ravel()).max()))
     return like(found, other)
+
+
+_PLACES, _SHARES = 256, 1024
+"""Values of pbar, the denser the nearer to 1, where the divergence has a logarithm; cells of q: each loses at most 2e-3."""
+_EXCESS = 1e-3, 1e6
+"""Below, a difference of squares loses its digits; above, nothing is gained."""
+_NOTHING = -1e6
+"""Logarithm of the weight of a cell that is left out."""
+
+
+@dataclass(frozen=True, eq=False)
+class JointRows:
+    r"""Rows whose two parts are not added: the weights W of :mod:`otattn.lipschitz.upper.mean_field` at p = 2.
+
+    In its notation, on the unit ball: ``a = ||A||``, ``v = ||V||``, ``lam_x = lambda_max(C_x)``. Let ``v a share`` be at least
+    ``||V C A||`` for every covariance C of a measure on the domain (share at most 1), so that ``|V D eps(x)| <= v d_x |eps(x)|``,
+    ``d_x = a min(lam_x, share)``. For ``excess > 0``, ``Delta = a^2 (share^2 + excess)`` and ``1 + t = 1/(1 - d_x^2/Delta)``,
+
+    .. math:: |V K\epsilon(x) + V D\epsilon(x)|^2 \le (1 + t)|V K\epsilon(x)|^2 + (1 + 1/t)|V D\epsilon(x)|^2
+              \le v^2 \int k(x,y)\, w_x |\epsilon(y)|^2 d\mu(y) + v^2 \Delta |\epsilon(x)|^2,
+              \quad w_x = \frac{1 + |g_x|^2 \lambda_x}{1 - d_x^2/\Delta} .
+
+    Hence ``Lip^2 <= v^2 (Delta + sup_y T(y))``, ``T(y) = int k(x,y) w_x dmu(x)``. Only a row whose ``lam_x`` is near 1 pays for
+    both parts in full, and such a row is far from alpha.
+
+    **Weights.** By the identity M1 the bound of ``log T`` needs ``E_alpha[log w_x - KL(alpha|P_x)]``. Data processing gives ``KL >=
+    kl(pbar|q)``, ``pbar = (1 + |xbar|)/2``, and ``lam_x <= U(q) = 4 q (1-q)``, for one q of each x; so ``w_x e^{-KL} <=
+    W(|g_x|^2)``,
+
+    .. math:: W(G) = \max_{0\le q\le 1} (1 + G\,U(q))\, e^{-s(q)}, \qquad
+              s(q) = kl(\bar p|q) + \log\bigl(1 - \min(U(q), share)^2 / (share^2 + excess)\bigr) .
+
+    W is convex in G, a maximum of affine functions, so between 0 and the largest ``|g|^2 =: G_1`` it lies below its chord, which is
+    increasing; the logarithm of the chord is concave, and Jensen's inequality gives
+
+    .. math:: E_\alpha[\log w_x - KL(\alpha|P_x)] \le \log\bigl( (1 - \gamma) W(0) + \gamma W(G_1) \bigr), \quad
+              \gamma = Gam / G_1 \ge E_\alpha |g_x|^2 / G_1 .
+
+    ``W(G)`` does not increase with pbar. For q beyond 1/2, U and the weight decrease and ``kl(pbar|q) <= kl(pbar|1-q)``: a best q
+    lies in ``[1/2, pbar]``. There the divergence increases with pbar; and a q above a lesser pbar is no better than that pbar.
+
+    **Evaluation.** ``W(0)`` and ``W(G_1)`` at fixed values of pbar, of which the last one at or below that of ``|xbar|`` is taken; on
+    a cell of q the weight at its lower end, the divergence at its upper one.
+    """
+
+    a: Any
+    """``||A||``; it and ``largest`` are floats or intervals."""
+    largest: Any
+    """``max |g|``."""
+    share: float
+    """At least ``sup ||V C A||`` over ``v a``, at most 1."""
+    excess: float
+    """``Delta / a^2 - share^2``."""
+    places: int = _PLACES
+    shares: int = _SHARES
+
+    def __post_init__(self) -> None:
+        if not _EXCESS[0] <= self.excess <= _EXCESS[1]:
+            raise ValueError(f"excess must lie in [{_EXCESS[0]:g}, {_EXCESS[1]:g}], received {self.excess:g}.")
+
+    @cached_property
+    def heavier(self) -> Array:
+        """The values of pbar: multiples of ``places^-2``, so that ``2 pbar - 1`` and ``1 - pbar`` are floats."""
+        return np.asarray(1.0 - 0.5 * (np.arange(self.places, -1, -1) / self.places) ** 2)
+
+    @cached_property
+    def table(self) -> tuple[Any, Any]:
+        """``log W(0)`` and ``log W(G_1)`` at each pbar."""
+        wrap: Any = lift if is_interval(self.a) else np.asarray
+        edges = 0.5 + 0.5 * np.arange(self.shares + 1) / self.shares
+        p = self.heavier[:, None]
+        # beyond pbar nothing is to be gained: the cell that holds it ends there
+        q = np.minimum(edges[1:], p)
+        rest = np.where(p < 1.0, 1.0 - q, 1.0)
+        kl = xlogy(wrap(p), wrap(p) / wrap(q)) + xlogy(wrap(1.0 - p), wrap(1.0 - p) / wrap(rest))
+        low = wrap(edges[:-1])
+        U = 4.0 * low * (1.0 - low)
+        share = like(self.share, self.a)
+        seen = np.minimum(U, share)
+        split = np.log(share**2 + self.excess) - np.log((share - seen) * (share + seen) + self.excess)
+        base = np.where(edges[:-1] <= p, split - kl, _NOTHING)
+        return base.max(axis=1), (base + np.log1p(self.largest**2 * U)).max(axis=1)
+
+    def log_weight(self, least_r: Array, Gam: Any) -> Any:
+        """The bound of ``E_alpha[log w - KL]`` for ``|xbar|`` at least this, and this ``Gam``."""
+        place = np.searchsorted(2.0 * self.heavier - 1.0, least_r, side="right") - 1
+        low, high = (x[place] for x in self.table)
+        gamma = np.minimum(1.0, Gam / self.largest**2)
+        return high + np.log(gamma + (1.0 - gamma) * np.exp(np.minimum(low - high, 0.0)))
+
+    def log_square(self, log_T: Any) -> Any:
+        """``log(Delta + T)``."""
+        share = like(self.share, self.a)
+        return np.logaddexp(2.0 * log(self.a) + np.log(share**2 + self.excess), log_T)

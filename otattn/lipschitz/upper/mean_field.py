@@ -26,7 +26,8 @@ E |A (x - xbar)|^2 <= Gam``, ``Gam = min(max|g|^2, |g(xbar)|^2 + a^2 (1 - |xbar|
 
 .. math:: \log T \le \sup_{\bar x} f + s_1 \log(1 + 2\sqrt{Gam}) + s_2 \log(1 + c_{s_2} Gam),
 
-``(s_1, s_2) = (0, p/2)`` for p >= 2 and ``(2-p, p-1)`` below. Dropping the divergence gives the column bound.
+``(s_1, s_2) = (0, p/2)`` for p >= 2 and ``(2-p, p-1)`` below. Dropping the divergence gives the column bound. At p = 2 there is
+a third branch, in which K and D are not added: :class:`otattn.lipschitz.constants.rows.JointRows`.
 
 Every factor is monotone in each variable on a cell; f is bounded by the self-logit inequality. For a positive semidefinite
 form and p = 2, :mod:`otattn.lipschitz.forms.psd_mean_field` is sharper.
@@ -47,9 +48,10 @@ from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, like, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
+from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
+from otattn.lipschitz.constants.rows import JointRows
 from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
@@ -58,6 +60,8 @@ from otattn.measures.domains import Domain
 
 _MARGIN = 1e-12
 _CELLS = 200_000
+_SQUARES = 1e-100, 1e100
+"""Sizes of a and ``|g|`` for joint rows: their squares are floats."""
 
 
 def heavy_share(rho: Any, s: float) -> Any:
@@ -121,6 +125,20 @@ class Barycentre:
 
         return bound
 
+    def joint_bound(self, rows: JointRows) -> CellBound:
+        """Bound of ``f`` and the weights of joint rows on cells of (r, q)."""
+        a, largest = self.head.a, self.head.top
+
+        def bound(lo: Any, hi: Any) -> Array:
+            (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
+            g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
+            if self.rigid:
+                g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
+            Gam = np.minimum(largest**2, g1**2 + a**2 * (1 - r0**2))
+            return np.asarray(upper(self.excess(r0, r1, g0, g1) + rows.log_weight(lo[0], Gam)))
+
+        return bound
+
 
 def _orders(p: float) -> tuple[float, float]:
     return (0.0, 0.5 * p) if p >= 2 else (2.0 - p, p - 1.0)
@@ -161,30 +179,77 @@ def _plain(head: UnitNumbers, p: float) -> Any:
 
 
 def entropy_cells(
-    head: UnitNumbers, p: float, multipliers: Mapping[str, Array]
+    head: UnitNumbers, p: float, multipliers: Mapping[str, Array], rows: JointRows | None = None
 ) -> tuple[CellBound, tuple[Array, Array]]:
-    """The bound of ``log sup T`` by entropy on cells, and cells that cover everything."""
+    """The bound of ``log sup T`` by entropy on cells, of joint rows where they are given, and cells that cover everything."""
     field = Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-    return field.entropy_bound(*_orders(p)), field.boxes(24)
+    return (field.entropy_bound(*_orders(p)) if rows is None else field.joint_bound(rows)), field.boxes(24)
 
 
-def _trial(
-    head: UnitNumbers, p: float, multipliers: Mapping[str, Array], tol: float
-) -> tuple[float, str, Maximum | None]:
-    """The least ``log sup T`` of the theorems at these multipliers, in float64, the theorem, and where it stands."""
-    plain = float(_plain(head, p))
-    if not head.a > 0 or math.isinf(p):
-        return plain, "plain", None
-    bound, cover = entropy_cells(head, p, multipliers)
-    at = maximise(bound, *cover, tol=tol, max_cells=_CELLS)
-    return (plain, "plain", None) if plain <= at.value else (at.value, "entropy", at)
+def _rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
+    """The joint rows of a head."""
+    if not _squares(head):
+        raise ValueError(f"a and |g| must lie in [{_SQUARES[0]:g}, {_SQUARES[1]:g}], received {top(head.a):g}.")
+    share = min(1.0, top(head.sigma / (head.v * head.a)) * (1.0 + 1e-12))
+    return JointRows(head.a, head.top, share, excess, **size)
 
 
-def log_bound(head: UnitNumbers, p: float, log_sum_T: Any) -> Any:
-    """Logarithm of ``sigma + v (sup T)^{1/p}``."""
+def _squares(head: UnitNumbers) -> bool:
+    """True where squares of a and ``|g|`` neither vanish nor overflow, and sigma has its digits."""
+    return all(_SQUARES[0] <= top(x) <= _SQUARES[1] for x in (head.a, head.top)) and top(head.sigma) > 1e-290
+
+
+def _joint(head: UnitNumbers, p: float, family: SelfLogit) -> JointRows | None:
+    """Joint rows with a good excess: the least bound over points, with coarse weights."""
+    if p != 2.0 or not _squares(head):
+        return None
+    field = Barycentre(head, family, least_stretch(head))
+    points = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 33))).reshape(2, -1)
+
+    def loss(t: float) -> float:
+        rows = _rows(head, math.exp(t), places=32, shares=128)
+        return float(rows.log_square(float(np.max(field.joint_bound(rows)(points, points)))))
+
+    best = minimize_scalar(loss, bounds=(-5.0, 8.0), method="bounded", options={"xatol": 0.05})
+    return _rows(head, math.exp(float(best.x)))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A bound of ``log sup T`` in float64, the branch it comes from, where it stands, and the logarithm of the constant."""
+
+    log_T: float
+    name: str
+    at: Maximum | None
+    log_value: float
+
+    @classmethod
+    def best(
+        cls, head: UnitNumbers, p: float, multipliers: Mapping[str, Array], rows: JointRows | None, tol: float
+    ) -> _Trial:
+        """The least of the branches at these multipliers."""
+        plain = float(_plain(head, p))
+        best = cls(plain, "plain", None, float(log_bound(head, p, plain)))
+        if not head.a > 0 or math.isinf(p):
+            return best
+        for name, joint in (("entropy", None), ("joint", rows)):
+            if name == "joint" and joint is None:
+                continue
+            bound, cover = entropy_cells(head, p, multipliers, joint)
+            at = maximise(bound, *cover, tol=tol, max_cells=_CELLS)
+            value = float(log_bound(head, p, at.value, joint))
+            if value < best.log_value:
+                best = cls(at.value, name, at, value)
+        return best
+
+
+def log_bound(head: UnitNumbers, p: float, log_sum_T: Any, rows: JointRows | None = None) -> Any:
+    """Logarithm of ``sigma + v (sup T)^{1/p}``; of ``v (Delta + sup T)^{1/2}`` for joint rows."""
     if math.isinf(p):
         return log_sum(log(head.sigma), log(head.v) + 0.5 * np.log1p(np.square(head.top)))
     power = log_sum_T if head.exact else log_sum_T + _MARGIN * (1 + abs(log_sum_T))
+    if rows is not None:
+        return log(head.v) + 0.5 * rows.log_square(power)
     return log_sum(log(head.sigma), log(head.v) + power / p)
 
 
@@ -200,17 +265,28 @@ def _problem(statement: Statement) -> dict[str, Any]:
 @dual_function("mean_field", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head, p = problem["head"], problem["p"]
-    if problem["branch"] != "entropy" or math.isinf(p):
-        value = _plain(head, p)
-    else:
-        bound, cover = entropy_cells(head, p, multipliers)
-        value = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
-    return safe_exp(log_bound(head, p, lift(value) if head.exact else value))
+    if problem["branch"] not in ("entropy", "joint") or math.isinf(p):
+        return safe_exp(log_bound(head, p, _plain(head, p)))
+    rows = None
+    if problem["branch"] == "joint":
+        if p != 2.0:
+            raise ValueError(f"p must be 2 for joint rows, received {p:g}.")
+        rows = _rows(head, float(multiplier(multipliers, "excess", (1,), positive=True)[0]))
+    bound, cover = entropy_cells(head, p, multipliers, rows)
+    value = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
+    return safe_exp(log_bound(head, p, lift(value) if head.exact else value, rows))
+
+
+def _used(multipliers: dict[str, Array], branch: str, rows: JointRows | None) -> dict[str, Array]:
+    """What a branch reads of the multipliers."""
+    if branch == "joint" and rows is not None:
+        return multipliers | {"excess": np.array([rows.excess])}
+    return multipliers if branch == "entropy" else {}
 
 
 @theorem(
     "mean_field",
-    statement="sigma + N_p T^{1/p}, T by entropy and barycentres",
+    statement="sigma + N_p T^{1/p}, T by entropy and barycentres; at p = 2 also v (Delta + T)^{1/2}, the parts of a row not added",
     hypotheses="softmax without a mask; any domain and p; any measure",
     applies=every(softmax(masked=False), any_measure),
     closed=False,
@@ -226,7 +302,8 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     Returns
     -------
     Certificate
-        Its multipliers are ``nu`` and ``gap`` where entropy wins; the column bound has none.
+        Its multipliers are ``nu`` and ``gap`` where entropy wins, and ``excess`` too where joint rows do; the column bound has
+        none.
         When the bound exceeds the largest float the result is a plain :class:`Bound` of value inf with its ``log_value``.
 
     Examples
@@ -243,27 +320,28 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     tol = 1e-3 if effort == "fast" else 1e-5
     family = SelfLogit.default(head)
     multipliers = {"nu": family.nu, "gap": family.gap}
-    log_T, name, at = _trial(head, p, multipliers, tol)
+    rows = _joint(head, p, family)
+    best = _Trial.best(head, p, multipliers, rows, tol)
     for _ in range(4):
         # a multiplier made for the worst cell, as long as it helps
-        if at is None:
+        if best.at is None:
             break
-        family = _enrich(head, SelfLogit.of(head, multipliers), at)
+        family = _enrich(head, SelfLogit.of(head, multipliers), best.at)
         richer = {"nu": family.nu, "gap": family.gap}
-        trial = _trial(head, p, richer, tol)
-        gained = log_T - trial[0]
+        trial = _Trial.best(head, p, richer, rows, tol)
+        gained = best.log_value - trial.log_value
         if gained > 1e-12:
-            (log_T, name, at), multipliers = trial, richer
-        if gained < 0.2 * tol:
+            best, multipliers = trial, richer
+        if gained < 0.1 * tol:
             break
-    log_value = float(log_bound(head, p, log_T))
+    name, log_value = best.name, best.log_value
     details = {"branch": name, "kappa": head.kappa, "sigma": head.sigma}
     if log_value > 709.0:
         return replace(outward(log_value, "mean_field", domain, n, p, details), attention=attention)
     return certify(
         "mean_field",
-        statement=replace(statement, options={"branch": name, "target": log_T}),
-        multipliers=multipliers if name == "entropy" else {},
+        statement=replace(statement, options={"branch": name, "target": best.log_T}),
+        multipliers=_used(multipliers, name, rows),
         solver="branch and bound",
         solver_status="closed",
         solver_value=safe_exp(log_value),

@@ -10,6 +10,7 @@ from scipy.special import xlogy
 
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
+from otattn.lipschitz.constants.rows import JointRows
 from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
@@ -65,13 +66,91 @@ def test_the_column_identity_on_random_measures():
             assert (lam <= 4 * q * (1 - q) + 1e-12).all()
 
 
+@pytest.mark.parametrize(("largest", "share", "excess"), [(1.0, 1.0, 0.4), (4.0, 0.8, 2.0), (30.0, 0.1, 1e-3)])
+def test_joint_weights_are_maxima_over_the_share(largest, share, excess):
+    rows = JointRows(largest, largest, share, excess)
+    U = 4 * GRID * (1 - GRID)
+    split = np.log(share**2 + excess) - np.log(share**2 + excess - np.minimum(U, share) ** 2)
+    for place in (0, 20, 128, 255, 256):
+        p = rows.heavier[place]
+        base = split - kl(p, GRID)
+        for found, G in zip(rows.table, (0.0, largest**2), strict=True):
+            brute = (base + np.log1p(G * U)).max()
+            # a cell of q of width 1/2048 loses a slope times that; the grid nothing that counts
+            assert brute - 1e-12 <= found[place] <= brute + 5e-3 / excess**0.5
+    assert all((np.diff(x) <= 1e-12).all() for x in rows.table)
+    with pytest.raises(ValueError, match="excess"):
+        JointRows(largest, largest, share, 1e-9)
+
+
+def test_joint_rows_on_random_measures():
+    """The row inequality of both parts together, and the columns at the barycentre that they have."""
+    rng = np.random.default_rng(8)
+    tight = -math.inf
+    for trial in range(7):
+        d = int(rng.integers(1, 4))
+        A = rng.normal(size=(d, d)) if trial % 3 else -np.eye(d)
+        A *= np.exp(rng.uniform(-0.7, 1.5)) / np.linalg.norm(A, 2)
+        V = rng.normal(size=(2, d))
+        head = unit_numbers(SoftmaxAttention(A, V), 1.0)
+        v = np.linalg.norm(V, 2)
+        rows = JointRows(
+            head.a, head.top, min(1.0, head.sigma / (v * head.a) * (1 + 1e-12)), rng.choice([0.05, 0.5, 3.0])
+        )
+        Delta = head.a**2 * (rows.share**2 + rows.excess)
+        field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
+        for _ in range(40):
+            n = int(rng.integers(2, 6))
+            X = rng.normal(size=(n, d))
+            X /= np.maximum(rng.choice([0.3, 1.0]), np.linalg.norm(X, axis=1, keepdims=True))
+            X /= max(1.0, np.linalg.norm(X, axis=1).max())
+            mu = rng.dirichlet(np.full(n, 0.3)) + 1e-9
+            mu /= mu.sum()
+            G = X @ A.T
+            k = np.exp(G @ X.T)
+            k /= (k @ mu)[:, None]
+            P = k * mu
+            centred = X[None] - (P @ X)[:, None]
+            C = np.einsum("xk,xki,xkj->xij", P, centred, centred)
+            lam = np.linalg.eigvalsh(C)[:, -1]
+            size = (G**2).sum(axis=1)
+            w = (1 + size * lam) / (1 - (head.a * np.minimum(lam, rows.share)) ** 2 / Delta)
+            eps = rng.normal(size=(n, d)) * rng.choice([0.1, 1.0], (n, 1))
+            # rows: V (K eps + D eps)
+            moved = P @ eps + np.einsum("xk,xki,xk->xi", P, centred, G @ eps.T) + np.einsum("xij,jk,xk->xi", C, A, eps)
+            left = ((moved @ V.T) ** 2).sum(axis=1)
+            norms = (eps**2).sum(axis=1)
+            assert (left <= v**2 * (w * (P @ norms) + Delta * norms) * (1 + 1e-12)).all()
+            log_T = np.log((mu * w) @ k)
+            xbar = ((mu * w)[:, None] * k / np.exp(log_T)).T @ X
+            r, gamma = np.linalg.norm(xbar, axis=1), np.linalg.norm(xbar @ A.T, axis=1)
+            low, high = (field.gamma(r, np.full(n, q)) for q in (0.0, 1.0))
+            at = np.array([r, np.clip((gamma - low) / np.maximum(high - low, 1e-300), 0.0, 1.0)])
+            bound = field.joint_bound(rows)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))
+            assert (log_T <= bound + 1e-9).all()
+            tight = max(tight, float((log_T - bound).max()))
+    assert tight > -0.5
+
+
+def test_joint_rows_win_on_small_forms():
+    """At ``||A|| R^2 = 1``: 4.430, 3.081 where the parts are added."""
+    for A, value in ((-np.eye(3), 3.95), (np.array([[0.0, 1.0], [-1.0, 0.0]]), 2.84)):
+        attention = SoftmaxAttention(A, np.eye(len(A)))
+        bound = mean_field(attention, radius=1.0)
+        assert bound.options["branch"] == "joint"
+        assert bound.value < value
+        assert climb(attention, None, 1.0, np.random.default_rng(4), batch=12, steps=25) <= bound.value
+        assert bound.verify(rigorous=len(A) == 2)
+
+
 @pytest.mark.parametrize("name", ["identity", "skew", "generic"])
 def test_cells_dominate_their_points(name):
     rng = np.random.default_rng(1)
     A, V = FORMS[name]
     head = unit_numbers(SoftmaxAttention(6.0 * A, V), 1.0)
     field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
-    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4)):
+    joint = field.joint_bound(JointRows(head.a, head.top, 1.0, 0.7))
+    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4), joint):
         lo = 0.9 * rng.random((2, 200))
         hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
         whole = bound(lo, hi)
@@ -164,7 +243,7 @@ def test_the_recheck_rejects_tampering(name):
     assert bound.verify()
     assert not replace(bound, value=0.99 * bound.value).verify()
     # what is stored is used
-    assert set(bound.multipliers) == {"nu", "gap"}
+    assert set(bound.multipliers) == {"nu", "gap", "excess"}
     for key in bound.multipliers:
         assert not replace(bound, multipliers={k: v for k, v in bound.multipliers.items() if k != key}).verify()
         broken = {**bound.multipliers, key: np.full_like(bound.multipliers[key], np.nan)}
