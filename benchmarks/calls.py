@@ -4,10 +4,10 @@
 
 Calls of one group are interleaved in one process, so that ratios mean something on a busy machine: the ratio is the median over
 the rounds of the processor time of the call over that of its base in the same round. The base is a peer's call on the same
-problem (POT; power iteration in PyTorch where that is installed), or the part of the call that it should not cost much
-more than. A ratio that is more than 1.3 times that of the stored file fails the command, and the file stays as it is unless
-``--accept`` is given. ``--only`` measures some groups, and leaves the rows of the others as they are. Five rounds (three with
-``--quick``), fewer where a group takes long; the load is that of the machine when the row was measured.
+problem (POT; power iteration in PyTorch, with as many threads, where that is installed), or the part of the call that it should
+not cost much more than. A ratio that is more than 1.3 times that of the stored file fails the command, and the file stays as it
+is unless ``--accept`` is given. ``--only`` measures some groups, and leaves the rows of the others as they are. Five rounds (three
+with ``--quick``), fewer where a group takes long; the load is that of the machine when the row was measured.
 Peak memory is the growth of the resident set over one run in a process of its own (Linux), "-" for commands, and for calls
 that take longer than half a minute.
 """
@@ -32,6 +32,7 @@ import otattn as oa
 from benchmarks.common import RESULTS, exponent, machine, panels, table, write
 from benchmarks.local import TorchPower, resident_peak, sample, synthetic
 from otattn.operators import measure_jacobian, top_singular
+from otattn.operators.threads import blas_threads
 
 WORSE = 1.3
 BUDGET = 120.0
@@ -60,6 +61,9 @@ def local_group(n: int | None) -> Group:
         whole: (lambda: oa.local_lipschitz(layer, tokens), f"particle part, {name}"),
     }
     if find_spec("torch") is not None and (n is None or n <= PEERS_TO):
+        import torch
+
+        torch.set_num_threads(blas_threads())  # as many as otattn has
         power = TorchPower(problem, 0.0)
         peer = f"torch power iteration, {name}"
         calls[peer] = (lambda: power.run(("residual 4e-5",)), None)

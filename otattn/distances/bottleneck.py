@@ -103,7 +103,7 @@ def _match(D: Array, t: float, A: list[int], B: list[int]) -> Attempt:
 def _transport(D: Array, t: float, A: list[int], B: list[int]) -> Attempt:
     """A plan below ``t``, or integer potentials of the cost ``[D > t]`` whose dual value is positive."""
     far = (t < D).astype(np.float64)
-    (rows, cols, mass), v = network_simplex(far, A, B)
+    (rows, cols, mass), _, v = network_simplex(far, A, B)
     if not far[rows, cols].any():
         return rows, cols, mass
     g = np.rint(v - v[0])

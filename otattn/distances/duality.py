@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from otattn._linalg import Array
 from otattn.distances.double_double import two_sum
+from otattn.distances.forest import Peeling, peel
 
 __all__ = ["c_transform", "reduced_costs", "support_slack", "tight_potentials"]
 
@@ -55,26 +56,24 @@ def reduced_costs(C: Array, f: Array, g: Array, *, cap: float = np.inf) -> Array
     return np.clip(R, 0.0, cap, out=R)
 
 
-def tight_potentials(C: Array, rows: NDArray[np.intp], cols: NDArray[np.intp], g: Array) -> Array:
+def tight_potentials(
+    C: Array, rows: NDArray[np.intp], cols: NDArray[np.intp], g: Array, peeling: Peeling | None = None
+) -> Array:
     """Column potentials tight on a forest, each tree from its ``g`` at one column: those of a simplex, less its rounding.
 
-    A simplex updates its potentials pivot by pivot; along the tree each is one difference away from the next.
+    A simplex updates its potentials pivot by pivot; along the tree each is one difference away from the next. ``peeling`` is
+    that of the forest, if it is known.
     """
-    n, out = C.shape[0], np.concatenate([np.zeros(C.shape[0]), g]).tolist()
-    ends, others = np.concatenate([rows, cols + n]), np.concatenate([cols + n, rows])
-    order = np.argsort(ends, kind="stable")
-    first = np.searchsorted(ends[order], np.arange(len(out) + 1)).tolist()
-    to, cost = others[order].tolist(), np.tile(C[rows, cols], 2)[order].tolist()
-    seen = [False] * len(out)
-    for root in range(n, len(out)):
-        stack = [] if seen[root] else [root]
-        seen[root] = True
-        while stack:
-            u = stack.pop()
-            for k in range(first[u], first[u + 1]):
-                v = to[k]
-                if not seen[v]:
-                    seen[v] = True
-                    out[v] = cost[k] - out[u]
-                    stack.append(v)
+    n, m = C.shape
+    out, cost = np.concatenate([np.zeros(n), g]).tolist(), C[rows, cols].tolist()
+    known = [False] * (n + m)
+    for v, u, k in reversed(peel(rows, cols, n, m) if peeling is None else peeling):
+        if not known[u]:  # what its tree ended with
+            known[u] = True
+            if u < n:
+                out[u] = cost[k] - out[v]
+                known[v] = True
+                continue
+        known[v] = True
+        out[v] = cost[k] - out[u]
     return np.array(out[n:])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import Array
+from otattn.distances.forest import Peeling, peel
 from otattn.distances.masses import DUST, to_weights
 from otattn.errors import ConvergenceError
 
@@ -30,16 +31,18 @@ FINE = 2**64  # integers are refined by this factor, so that a division by floor
 SERVED = 2**44  # every marginal is met to this relative accuracy, 5.7e-14
 
 
-def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference: Preference) -> Support | None:
-    """``(rows, cols, mass)``, rows ascending, whose marginals are ``A (n,)``, ``B (m,)`` up to rounding.
+def forest_flow(
+    rows: Index, cols: Index, A: list[int], B: list[int], preference: Preference
+) -> tuple[Support, Peeling | None] | None:
+    """``(rows, cols, mass)``, rows ascending, whose marginals are ``A (n,)``, ``B (m,)`` up to rounding; the peeling of its arcs.
 
     Atoms that the forest serves too little, those so light that the simplex does not see them, are given
     partners: ``preference(i, True)`` ranks the m columns for row i, ``preference(j, False)`` the n rows for
-    column j, least first. None when the arcs hold a cycle or some atom cannot be served.
+    column j, least first. The peeling is None where that happens, all of it when the arcs hold a cycle or some atom cannot be served.
     """
-    mass_of = _plain_flow(rows, cols, A, B)
-    if mass_of is not None:
-        return rows, cols, mass_of
+    plain = _plain_flow(rows, cols, A, B)
+    if plain is not None:
+        return (rows, cols, plain[0]), plain[1]
     n = len(A)
     mass = [v * FINE for v in A] + [v * FINE for v in B]
     arcs = list(zip(rows.tolist(), (cols + n).tolist(), strict=True))
@@ -52,53 +55,39 @@ def forest_flow(rows: Index, cols: Index, A: list[int], B: list[int], preference
         return None
     total = sum(A) * FINE
     keep = sorted((arc, flow) for arc, flow in zip(arcs, flows, strict=True) if flow > 0)
-    return (
+    kept = (
         np.array([arc[0] for arc, _ in keep], dtype=np.intp),
         np.array([arc[1] - n for arc, _ in keep], dtype=np.intp),
         np.array([flow / total for _, flow in keep]),
     )
+    return kept, None
 
 
-def _plain_flow(rows: Index, cols: Index, A: list[int], B: list[int]) -> Array | None:
-    """The flows of a forest whose trees balance exactly, when none of them could be rounding; else None.
+def _plain_flow(rows: Index, cols: Index, A: list[int], B: list[int]) -> tuple[Array, Peeling] | None:
+    """The flows of a forest whose trees balance exactly, when none of them could be rounding, and its peeling; else None.
 
     From the leaves inward each arc carries what is left over behind it. Nothing has to be cut or served then, so
     that one pass is all there is to do.
     """
-    n, nodes = len(A), len(A) + len(B)
-    ends, arcs = cols + n, np.arange(len(rows))
-    # the one arc and the one neighbour that a leaf has left: sums without carry of all that are there
-    arc, neighbour = np.zeros(nodes, dtype=np.intp), np.zeros(nodes, dtype=np.intp)
-    for tail, head in ((rows, ends), (ends, rows)):
-        np.bitwise_xor.at(arc, tail, arcs)
-        np.bitwise_xor.at(neighbour, tail, head)
-    at, to = arc.tolist(), neighbour.tolist()
-    degree = np.bincount(np.concatenate([rows, ends]), minlength=nodes).tolist()
+    n, peeling = len(A), peel(rows, cols, len(A), len(B))
+    if len(peeling) != len(rows):  # a cycle
+        return None
     source, target = [*A, *[0] * len(B)], [*[0] * n, *B]
     flows = [0] * len(rows)
-    leaves = [v for v, count in enumerate(degree) if count == 1]
-    while leaves:
-        v = leaves.pop()
-        if degree[v] != 1:
-            continue
-        k, u, s, t = at[v], to[v], source[v], target[v]
+    for v, u, k in peeling:
+        s, t = source[v], target[v]
         flow = s - t if v < n else t - s
         if flow * DUST <= (s if s > t else t):
             return None
         flows[k] = flow
         source[u] += s
         target[u] += t
-        source[v] = target[v] = degree[v] = 0
-        at[u] ^= k
-        to[u] ^= v
-        degree[u] -= 1
-        if degree[u] == 1:
-            leaves.append(u)
-    # the roots hold what their trees hold; an arc without a flow lies on a cycle
-    if source != target or 0 in flows:
+        source[v] = target[v] = 0
+    # the roots hold what their trees hold
+    if source != target:
         return None
     total = sum(A)
-    return np.array([flow / total for flow in flows])
+    return np.array([flow / total for flow in flows]), peeling
 
 
 def elimination(arcs: list[tuple[int, int]], mass: list[int]) -> list[Step]:
@@ -216,8 +205,8 @@ def _serve(arcs: list[tuple[int, int]], flows: list[int], mass: list[int], n: in
 MAX_PIVOTS = 2**31 - 1
 
 
-def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Array]:
-    """A plan for the cost ``R >= 0`` on its support, ``(rows, cols, mass)``, and potentials of the columns.
+def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Peeling | None, Array]:
+    """A plan for the cost ``R >= 0`` on its support, ``(rows, cols, mass)``, its peeling (if known), and potentials of the columns.
 
     ``R`` is divided by its largest entry in place: POT compares costs with absolute tolerances.
 
@@ -246,4 +235,4 @@ def network_simplex(R: Array, A: list[int], B: list[int]) -> tuple[Support, Arra
             f"a transport plan must serve every atom, but the simplex found none between {len(A)} and "
             f"{len(B)} atoms; drop atoms of negligible weight."
         )
-    return flow, v * scale
+    return *flow, v * scale

@@ -89,14 +89,14 @@ def solve(C: Array, A: list[int], B: list[int]) -> Flow:
     R = C - C.min(axis=1)[:, None]
     g = R.min(axis=0)
     R -= g
-    basis, v = network_simplex(R, A, B)
-    best = _certified(C, basis, _candidates(C, basis, tight_potentials(C, *basis[:2], g + v), g))
+    basis, peeling, v = network_simplex(R, A, B)
+    best = _certified(C, basis, _candidates(C, basis, tight_potentials(C, *basis[:2], g + v, peeling), g))
     for factor in CAPS:
         if best.gap <= TARGET_GAP:
             return best
         R = reduced_costs(C, best.f, best.g)
         cap = factor * _largest_needed(R, best, A, B)
-        basis, v = network_simplex(np.minimum(R, cap, out=R), A, B)
+        basis, _, v = network_simplex(np.minimum(R, cap, out=R), A, B)
         flow = _certified(C, basis, _candidates(C, basis, best.g + v, best.g))
         best = min(best, flow, key=lambda x: (x.gap, x.cost))
     if best.gap > FAILED_GAP:

@@ -24,6 +24,7 @@ from otattn.attention import AttentionMap, JacobianOperator
 from otattn.measures import MeasureLike
 from otattn.operators.layer import SoftmaxLayer
 from otattn.operators.products import HeadProducts
+from otattn.operators.stacked import StackedProducts, can_be_stacked
 
 __all__ = ["FusedJacobian"]
 
@@ -94,7 +95,7 @@ class FusedJacobian(JacobianOperator):
         LinearOperator.__init__(self, dtype=kind, shape=(self.n * self.e, self.n * self.d))
         self._memory, self._workers, self._dense = memory, workers, None
         self._lock = threading.Lock()
-        self._products: HeadProducts | None = None
+        self._products: HeadProducts | StackedProducts | None = None
 
     def astype(self, dtype: Any) -> FusedJacobian:
         """The same operator with another work dtype."""
@@ -145,7 +146,10 @@ class FusedJacobian(JacobianOperator):
             y = getattr(self._ready(), kind)(layer.gather(x.reshape(self.n, columns)))
             return layer.scatter(y)
 
-    def _ready(self) -> HeadProducts:
+    def _ready(self) -> HeadProducts | StackedProducts:
         if self._products is None:
-            self._products = HeadProducts(self.layer, self.dtype, self._memory, self._workers)
+            if self._memory is None and self._workers is None and can_be_stacked(self.layer, self.dtype):
+                self._products = StackedProducts(self.layer, self.dtype)
+            else:
+                self._products = HeadProducts(self.layer, self.dtype, self._memory, self._workers)
         return self._products

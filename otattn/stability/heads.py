@@ -21,8 +21,8 @@ from otattn.lipschitz.local.splitting import splitting_part
 from otattn.lipschitz.theorem import THEOREMS
 from otattn.models import Transformer
 from otattn.models.layer import ModelLayer
-from otattn.operators import measure_jacobian, top_singular
 from otattn.operators.threads import single_blas_thread
+from otattn.operators.windows import top_singular_windows
 from otattn.stability.fingerprint import fingerprint
 from otattn.stability.folder import StoreFolder, is_file
 from otattn.stability.samplers import window_pairs
@@ -55,7 +55,7 @@ def measure_head(
     B = _span(head)
     reduced, spans = (head, seen) if B is None else (_reduced(head, B), [X @ B for X in seen])
     with single_blas_thread():  # once for all the small products
-        particle = np.array([_particles(reduced, [Z[w] for Z in spans], tol) for w in range(len(spans[0]))])
+        particle = _particles(reduced, spans, tol)
         splitting = np.array([[splitting_part(reduced, reduced.as_measure(z)) for z in Z] for Z in spans]).T
     radii = np.stack([np.linalg.norm(X, axis=2).max(axis=1) for X in seen], axis=1)
     upper = [_bounds(reduced, float(R), X.shape[1]) for R, X in zip(radii.max(axis=0), seen, strict=True)]
@@ -87,17 +87,21 @@ def head_shapes(windows: int, sizes: int, n_pairs: int) -> dict[str, tuple[int, 
     return dict(zip(FIELDS, (table, table, table, (), (2,), (), bound, bound, (n_pairs,)), strict=True))
 
 
-def _particles(head: AttentionMap, windows: list[Array], tol: float) -> list[float]:
-    """The norms of the Jacobian at tokens of equal weight, each search from the vector of the (mostly fewer) tokens before."""
-    found, start = [], None
-    for tokens in windows:
-        if start is not None:
-            known = min(len(start), len(tokens))
-            start = np.concatenate([start[:known], np.zeros((len(tokens) - known, tokens.shape[1]))])
-        top = top_singular(measure_jacobian(head, tokens), precision="precise", tol=tol, rng=0, start=start)
-        found.append(float(top.value))
-        start = top.right
-    return found
+def _particles(head: AttentionMap, spans: list[Array], tol: float) -> Array:
+    """The norms of the Jacobian at windows ``(w, n, d)`` of tokens of equal weight for each n, ``(w, m)``.
+
+    Each search starts from the vectors of the (mostly fewer) tokens before.
+    """
+    found, starts = [], None
+    for windows in spans:
+        if starts is not None:
+            padded = np.zeros(windows.shape)
+            known = min(starts.shape[1], windows.shape[1])
+            padded[:, :known] = starts[:, :known]
+            starts = padded
+        values, starts = top_singular_windows(head, windows, tol=tol, starts=starts)
+        found.append(values)
+    return np.array(found).T
 
 
 def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:

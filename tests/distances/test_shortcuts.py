@@ -48,10 +48,10 @@ def test_flows_of_one_pass_are_those_of_the_cautious_way(seed, monkeypatch):
     n, m = 30, 41
     A, B = exact_masses(rng.dirichlet(np.ones(n)), rng.dirichlet(np.ones(m)))
     R = rng.random((n, m))
-    quick, _ = flows.network_simplex(R.copy(), A, B)
+    quick, _, _ = flows.network_simplex(R.copy(), A, B)
     assert flows._plain_flow(*quick[:2], A, B) is not None
     monkeypatch.setattr(flows, "_plain_flow", lambda *_: None)
-    slow, _ = flows.network_simplex(R.copy(), A, B)
+    slow, _, _ = flows.network_simplex(R.copy(), A, B)
     for a, b in zip(quick, slow, strict=True):
         np.testing.assert_array_equal(a, b)
 

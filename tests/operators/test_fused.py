@@ -20,6 +20,7 @@ from otattn.attention import (
 from otattn.data import load_sample
 from otattn.measures import DiscreteMeasure, SpaceTimeMeasure
 from otattn.operators import FusedJacobian, measure_jacobian
+from otattn.operators.stacked import StackedProducts
 
 D, N = 5, 13
 
@@ -316,3 +317,23 @@ def test_refusals():
         FusedJacobian(softmax(1), np.ones((3, 2)))
     with pytest.raises(ValueError, match=r"direction must have shape \(3, 5\)"):
         FusedJacobian(softmax(1), np.ones((3, D))).jvp(np.ones((3, 2)))
+
+
+@pytest.mark.parametrize("name", ["equal", "wide", "masked"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equal_heads_side_by_side_give_the_products_of_heads_one_by_one(name, weighted):
+    rows = {"equal": 4, "wide": 20, "masked": 4}[name]
+    layer = MultiHeadAttention([softmax(s, k=2, e=2) for s in (1, 2, 3)], outputs(4, 2, 2, 2, rows=rows))
+    rng = np.random.default_rng(0)
+    mu = DiscreteMeasure(rng.normal(size=(N, D)), rng.dirichlet(np.ones(N)) if weighted else None)
+    if name == "masked":
+        layer, mu = MaskedAttention(layer), SpaceTimeMeasure(rng.integers(5, size=N) / 4.0, mu.points, mu.weights)
+    stacked, single = FusedJacobian(layer, mu, dtype=np.float32), FusedJacobian(layer, mu, workers=1)
+    assert stacked.prepare()._products.__class__ is StackedProducts
+    x, g = rng.normal(size=(N, D)), rng.normal(size=(N, single.e))
+    for got, want in (
+        (stacked.jvp(x), single.jvp(x)),
+        (stacked.vjp(g), single.vjp(g)),
+        (stacked.gram(x), single.gram(x)),
+    ):
+        np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())

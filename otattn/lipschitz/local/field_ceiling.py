@@ -5,12 +5,12 @@ weights ``P_ih`` that token i gives them in head h. With ``O_h = U_h R_h`` and `
 
 .. math:: D_i = \sum_h U_h B_{ih} Y_h^\top, \qquad B_{ih} = \mathrm{Cov}_{P_{ih}}(R_h V_h x, S_h K_h x),
 
-with ``B_ih`` of the size of a head. Hence two ceilings of the spectral norm, neither of which forms a field:
+with ``B_ih`` of the size of a head. Hence three ceilings of the spectral norm, none of which forms a field:
 
 - :math:`\sum_h \|B_{ih}\|_F`, which costs ``2 n^2 k^2`` operations a head;
+- :math:`\sum_h \|B_{ih}^\top B_{ih}\|_F^{1/2}`, which costs ``2 k^3`` more a head and token, where the first is not enough;
 - :math:`\|D_i\|_F`, whose square is :math:`\sum_{h,g} \langle B_{ih}, (U_h^\top U_g) B_{ig} (Y_g^\top Y_h)\rangle`; it costs
-  ``4 k^3`` a pair of heads and token, and is found where the first is not enough. For one head, whose field has the norm of
-  ``B_i``, it is :math:`\|B_i^\top B_i\|_F^{1/2}` instead, at ``2 k^3`` a token.
+  ``4 k^3`` a pair of heads and token, and is found where the two are not enough.
 
 **Rounding.** Products run in float32. Let ``W`` and ``A`` bound the rows ``R_h V_h x_j`` and ``S_h K_h x_j``, of which
 the weights make averages. Weights with a relative error ``rho`` move the mean of the products by at most ``rho W A``, each of the
@@ -51,9 +51,15 @@ class _Side(NamedTuple):
     """Rows ``R_h V_h x_j`` or ``S_h K_h x_j`` of one head, ``(n, k)``, at most ``size`` long and off by at most ``error``."""
 
     rows: Single
-    frame: Array
+    matrix: Array | None
+    """``O_h`` or ``Q_h^T``, of which R is the triangular factor; None where R is the identity."""
     size: float
     error: float
+
+    @property
+    def frame(self) -> Array:
+        """The orthonormal factor, which takes longer than R and is mostly not needed."""
+        return np.eye(self.rows.shape[1]) if self.matrix is None else np.linalg.qr(self.matrix)[0]
 
 
 class _Head(NamedTuple):
@@ -72,7 +78,7 @@ def field_ceilings(layer: SoftmaxLayer, floor: float) -> Array:
     ----------
     layer : SoftmaxLayer
     floor : float
-        The second ceiling is found where the first exceeds it.
+        A further ceiling is found where those before exceed it.
     """
     n, scale = layer.n, layer.scale
     stacked, reach = layer.stacked(np.dtype(np.float64)), layer.reach
@@ -91,10 +97,13 @@ def field_ceilings(layer: SoftmaxLayer, floor: float) -> Array:
         first = scale * (sizes.sum(axis=0) + slack)
         left = np.flatnonzero(first > floor)
         if left.size:
-            frames = _frames(heads) if frames is None and len(heads) > 1 else frames
-            kept = [b[left] for b in B]
-            finer = _alone(kept[0], sizes[0, left]) if frames is None else _joint(kept, sizes[:, left], frames)
+            finer = np.sum([_alone(b[left], size[left]) for b, size in zip(B, sizes, strict=True)], axis=0)
             first[left] = np.minimum(first[left], scale * (finer + slack))
+            left = left[first[left] > floor]
+        if left.size and len(heads) > 1:
+            frames = _frames(heads) if frames is None else frames
+            joint = _joint([b[left] for b in B], sizes[:, left], frames)
+            first[left] = np.minimum(first[left], scale * (joint + slack))
         out[rows] = first * (1.0 + 1e3 * EPS)
     return out
 
@@ -118,12 +127,12 @@ def _head(layer: SoftmaxLayer, h: int, stacked: Array, reach: float) -> _Head:
 def _side(rows: Array, matrix: Array | None, lost: float) -> _Side:
     """``R x_j`` with ``matrix = frame R``, for rows ``x_j`` that are off by at most ``lost``."""
     if matrix is None:
-        return _Side(rows.astype(np.float32), np.eye(rows.shape[1]), _longest(rows), lost)
-    frame, R = np.linalg.qr(matrix)
+        return _Side(rows.astype(np.float32), None, _longest(rows), lost)
+    R = np.asarray(np.linalg.qr(matrix, mode="r"))
     moved, size = rows @ R.T, float(np.linalg.norm(matrix))
     # the backward error of the factorisation and of the product
     error = size * (lost + 4.0 * (matrix.size + 8) * EPS * _longest(rows))
-    return _Side(moved.astype(np.float32), frame, _longest(moved) + error, error)
+    return _Side(moved.astype(np.float32), matrix, _longest(moved) + error, error)
 
 
 def _longest(rows: Array) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,8 @@ from otattn.measures import Domain
 from otattn.measures.like import MeasureLike
 from otattn.operators import FusedJacobian, measure_jacobian, top_singular
 from otattn.operators.device import check_device
-from otattn.operators.layer import SoftmaxLayer
+from otattn.operators.layer import FEW_TOKENS, SoftmaxLayer
+from otattn.operators.threads import single_blas_thread
 
 __all__ = ["LocalLipschitz", "local_lipschitz"]
 
@@ -248,7 +250,9 @@ def local_lipschitz(
             raise ValueError(f"device needs p = 2, received p = {p!r}; leave device out.")
     residual, iterations, known_upper, layer = 0.0, 0, None, None
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+        # at few tokens threads of the BLAS double the processor time and save none
+        threads = single_blas_thread() if support.n <= FEW_TOKENS else nullcontext()
+        with threads, np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
             if order == 2.0:
                 lower, u, v, residual, iterations, layer = _top_singular(attention, support, tol, generator, device)
                 particle = lower
