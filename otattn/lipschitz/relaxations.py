@@ -12,7 +12,7 @@ from otattn.lipschitz.upper.mean_field import mean_field
 from otattn.lipschitz.upper.near_tokens import near_tokens
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
-from otattn.lipschitz.upper.two_tokens import two_tokens
+from otattn.lipschitz.forms.two_tokens import two_tokens
 
 __all__ = [
     "Certificate",
