@@ -1,7 +1,7 @@
-r"""Two tokens: quadratic forms that say how far the logits let the pair of tokens stretch, and the bound of a box of pairs.
+r"""Two tokens: quadratic forms that say how far the logits let the pair of tokens stretch, box by box.
 
-Unit ball, notation and the proof of :mod:`otattn.lipschitz.forms.two_tokens`: ``d = x_1 - x_2``, ``g_i = A x_i + c``, the leads ``l_1 =
-<g_1, d>``, ``l_2 = -<g_2, d>``, ``e = d/|d|``.
+Unit ball, notation and the proof of :mod:`otattn.lipschitz.forms.two_tokens`: ``d = x_1 - x_2``, ``g_i = A x_i + c``, the leads
+``l_1 = <g_1, d>``, ``l_2 = -<g_2, d>``, ``e = d/|d|``.
 
 **Forms.** Each ``Q`` is a quadratic form in ``z = (x_1, x_2, 1)``. Numbers nu, tau and ``w >= 0`` with
 
@@ -10,7 +10,7 @@ Unit ball, notation and the proof of :mod:`otattn.lipschitz.forms.two_tokens`: `
 prove ``Q <= w_0 + w_1 + w_2 + tau |d|^2 - <nu, l>``. What misses the inequality is at most a ``lambda_max``, which is added
 (``|z|^2 <= 3``), so any numbers are admissible. The components along e of the vectors in Q are known from the leads: what is
 left across e is ``Q - sum_m k_m(l)^2/|d|^2`` with linear ``k_m``. As ``k^2/|d|^2 >= 2 kappa k - kappa^2 |d|^2`` for every kappa
-(taken at the middle of a box), that is at most a linear function of ``(|d|^2, l_1, l_2)``. Boxes are of ``|d|``, ``l_1`` and ``s``, where
+(taken at the middle of a box), that is at most a linear function of ``(|d|^2, l_1, l_2)``. Boxes are of ``|d|``, ``l_1`` and s, with
 ``l_1 + l_2 = <A d, d> = s |d|^2``: their ends bound it. A negative bound of a square proves that a box is empty.
 """
 
@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy.linalg import eigh
 
 from otattn._linalg import EPS, Array, column_of, lambda_max_upper, mid, norm_upper
 from otattn.lipschitz.arithmetic.balls import BallMatrix
@@ -89,8 +88,8 @@ class PairForms:
     def scaled(self, name: str, nu: Array, tau: float, ratio: Array) -> Array:
         """The least ``t * ratio`` that satisfies the inequality."""
         M = self.combination(name, nu, tau)
-        weight = sum(r * part for r, part in zip(ratio, self.parts, strict=True))
-        t = float(eigh(M, weight, eigvals_only=True, subset_by_index=[len(M) - 1] * 2)[0])
+        root = np.sqrt(sum(r * np.diag(part) for r, part in zip(ratio, self.parts, strict=True)))
+        t = float(np.linalg.eigvalsh(M / np.outer(root, root))[-1])
         return max(t, 0.0) * ratio
 
     def of_the_gap(self) -> list[tuple[str, Array, float, Array]]:

@@ -8,23 +8,26 @@ p_i)``, ``T_i = tanh(l_i/2)``. The weights of row 1 have the mean ``p_1 x_1 + (1
           + q_1\, d\,\bigl(\langle g_1 + h, \epsilon_1\rangle - \langle g_1, \epsilon_2\rangle\bigr)\bigr]
 
 and row 2 by exchanging the tokens. Let ``u = (u_1, u_2)`` be a unit output, ``||V|| = 1``, ``w_i = V^T u_i``, ``beta = |Ve|``,
-``alpha_i = <u_i, Ve>/beta``, so that ``<w_i, d> = beta |d| alpha_i`` and ``w_i = beta alpha_i e + w_i'``, ``w_i'`` across e. With ``a_i
-= q_i alpha_i`` the two columns of ``Df^T u`` are those of
+``alpha_i = <u_i, Ve>/beta``, so that ``<w_i, d> = beta |d| alpha_i`` and ``w_i = beta alpha_i e + w_i'``, ``w_i'`` across e. With
+``a_i = q_i alpha_i`` the two columns of ``Df^T u`` are those of
 
 .. math:: W P + \beta |d| G, \qquad G = \bigl[a_1 (g_1 + h) + a_2 g_2,\; -a_1 g_1 + a_2 (h - g_2)\bigr], \qquad W = [w_1, w_2].
 
 **Along e** all is known from the leads, as ``<g_1 - g_2, d> = <h, d> = l_1 + l_2``: the row ``beta alpha^T N``, ``N_11 = p_1 + q_1
-(2 l_1 + l_2)``, ``N_12 = 1 - p_1 - q_1 l_1``, row 2 likewise. **Across e**, dashes for what is left of a vector: ``W' P + beta |d| G'``.
-Two bounds of its norm:
+(2 l_1 + l_2)``, ``N_12 = 1 - p_1 - q_1 l_1``, row 2 likewise. **Across e**, dashes for what is left of a vector: ``W' P + beta |d|
+G'``. Two bounds of its norm:
 
-- *by tokens*: ``||P|| |W'| + beta (b_1 |alpha_1| + b_2 |alpha_2|)``, ``b_i = q_i |d| (|(g_i + h_i)'|^2 + |g_i'|^2)^{1/2}``, ``h_1 = h = -h_2``;
-- *by sum and difference*: on the right by the rotation to the columns ``(1, 1)/sqrt2``, ``(1, -1)/sqrt2``, which P maps to ``(1, 1)/sqrt2``
-  and to ``(T_1, -T_2)/sqrt2``. With ``a_1 = (a_+ + a_-)/sqrt2``, ``a_2 = (a_+ - a_-)/sqrt2``, and w alike, the columns are
+- *by tokens*: ``||P|| |W'| + beta (b_1 |alpha_1| + b_2 |alpha_2|)``,
+  ``b_i = q_i |d| (|(g_i + h_i)'|^2 + |g_i'|^2)^{1/2}``, ``h_1 = h = -h_2``;
+- *by sum and difference*: on the right by the rotation to the columns ``(1, 1)/sqrt2``, ``(1, -1)/sqrt2``, which P maps to ``(1,
+  1)/sqrt2`` and ``(T_1, -T_2)/sqrt2``. With ``a_1 = (a_+ + a_-)/sqrt2``, ``a_2 = (a_+ - a_-)/sqrt2``, w and alpha alike, the columns
+  are
 
   .. math:: w_+' + \beta|d|\, a_+ h', \qquad \tfrac{T_1 - T_2}2 w_+' + \tfrac{T_1 + T_2}2 w_-'
             + \beta |d| \bigl(a_+ (g_1 + g_2)' + a_- ((A + A^T) d)'\bigr) ,
 
-  and ``a_+ = r alpha_+ + s alpha_-``, ``a_- = s alpha_+ + r alpha_-``, ``r, s = (q_1 +- q_2)/2``: triangle inequalities bound their lengths.
+  and ``a_+ = r alpha_+ + s alpha_-``, ``a_- = s alpha_+ + r alpha_-``, ``r, s = (q_1 +- q_2)/2``: triangle inequalities bound
+  their lengths.
 
 So ``|Df^T u|^2`` is at most a quadratic form with non-negative coefficients in ``(|alpha_1|, |alpha_2|, |W'|)``, or in ``(|alpha_+|,
 |alpha_-|, |w_+'|, |w_-'|)``, where of ``N N^T`` (rotated) the absolute values are taken. As ``|u|^2 >= |W|^2 = beta^2 |alpha|^2 +
@@ -33,8 +36,8 @@ weights the form is a matrix S, ``||Df||^2 <= ||V||^2 lambda_max(S)``, and ``lam
 (Collatz and Wielandt). S increases in its entries, ``b_i`` and the like in the forms of :mod:`otattn.lipschitz.forms.token_pairs`,
 ``beta`` in the form ``|Vd|^2``. The two bounds are nearly sharp for most A (measured: within 3 percent for V = I).
 
-**Boxes** of ``|d|``, ``l_1`` and ``s = (l_1 + l_2)/|d|^2``, ``l_1 >= l_2`` by symmetry; a finite family of multipliers serves all, and is grown by cutting planes
-where the worst box stands. The maximum over boxes is by branch and bound.
+**Boxes** of ``|d|``, ``l_1`` and ``s = (l_1 + l_2)/|d|^2``, ``l_1 >= l_2`` by symmetry; a finite family of multipliers serves all,
+and is grown by cutting planes where the bound of a point is largest. The maximum over boxes is by branch and bound.
 
 If V = I and tokens are seen on the span of A only (low rank), they may lie apart across it, along one direction: A gets a zero row.
 """
@@ -49,10 +52,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from otattn._linalg import EPS, Array, bordered, mid
+from otattn._linalg import EPS, Array, mid
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
-from otattn.lipschitz.arithmetic.intervals import lift, like, upper
+from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
@@ -60,12 +63,13 @@ from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.heads import softmax_head
 from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of
-from otattn.lipschitz.forms.token_pairs import NAMES, Ends, Family, PairForms
+from otattn.lipschitz.forms.pair_rows import Rows, largest, minus, times
+from otattn.lipschitz.forms.token_pairs import NAMES, Family, PairForms
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Ball, Domain
 
-_CELLS = {"fast": 50_000, "deep": 400_000}
+_CELLS = {"fast": 100_000, "deep": 400_000}
 _MARGIN = 1e-11
 _LARGEST = 1e150
 """Sums of products of larger multipliers overflow, and a lost term would empty a box that is not."""
@@ -73,8 +77,6 @@ _POINTS = 2500
 """Points among which the search for multipliers looks for the worst."""
 _SHARES = (1.0, 0.7, 0.4)
 """The numbers k."""
-_FLOOR = 1e-8
-"""Added to each entry of S, so that its leading vector is positive."""
 
 Member = tuple[str, Array, float, Array]
 
@@ -87,6 +89,7 @@ class Pairs:
     families: Mapping[str, Family]
     plain: bool
     """True for V = I: beta = 1."""
+
     @classmethod
     def of(cls, forms: PairForms, members: list[Member], plain: bool) -> Pairs:
         """The families of the members."""
@@ -109,16 +112,20 @@ class Pairs:
         middle = np.array([at[0] ** 2, at[1], at[2]])
         left = {k: f(gap, lead, stretch, middle) for k, f in self.families.items()}
         other = self.families["own"](gap, lead, stretch, middle, swapped=True)
-        both = _times(gap, stretch)
-        two = _minus(both, lead)
+        both = times(gap, stretch)
+        two = minus(both, lead)
         empty = (upper(lead[1] - two[0]) < 0) | np.any([upper(x) < 0 for x in (*left.values(), other)], axis=0)
-        lengths = {k: unit * np.sqrt(np.maximum(x, 0.0) * gap[1]) for k, x in left.items() if k in ("own", "turned", "sum", "symmetric")}
+        lengths = {
+            k: unit * np.sqrt(np.maximum(x, 0.0) * gap[1])
+            for k, x in left.items()
+            if k in ("own", "turned", "sum", "symmetric")
+        }
         across = unit * np.sqrt(np.maximum(other, 0.0) * gap[1])
         row = Rows.of(*[(unit * x[0], unit * x[1]) for x in (lead, two, both)])
         value = np.full(lo.shape[1], np.inf)
         for alpha, k in self.weights(left, gap[0]):
             for S in (row.by_tokens((lengths["own"], across), alpha, k), row.by_sum_and_difference(lengths, alpha, k)):
-                value = np.minimum(value, _largest(S))
+                value = np.minimum(value, largest(S))
         with np.errstate(divide="ignore"):
             found = upper(np.log(wrap(value)))
         return np.where(empty, -np.inf, found), self.pull(lo, hi)
@@ -128,7 +135,7 @@ class Pairs:
         if self.plain:
             return [(0.0 * gap + 1.0, 1.0)]
         with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(gap > 0.0, np.minimum(np.maximum(left["values"], 0.0) / gap, 1.0), 1.0)
+            most = np.where(gap > 0.0, np.clip(left["values"] / gap, 1e-12, 1.0), 1.0)
         return [(np.sqrt(most / (1.0 - k + k * most)), k) for k in _SHARES]
 
     def pull(self, lo: Array, hi: Array) -> Array:
@@ -139,167 +146,6 @@ class Pairs:
         q = sum(np.exp(-unit * x) for x in near) + 1e-3
         lead = unit * wide[1] * q * (1.0 + unit * near[0])
         return np.array([(0.05 + 2.0 * unit * q) * wide[0], lead, unit * wide[2] * hi[0] ** 2 * q])
-
-
-def _times(x: Ends, y: Ends) -> Ends:
-    corners = [a * b for a in x for b in y]
-    low, high = corners[0], corners[0]
-    for c in corners[1:]:
-        low, high = np.minimum(low, c), np.maximum(high, c)
-    return low, high
-
-
-def _plus(*terms: Ends) -> Ends:
-    (a, b), *rest = terms
-    return sum((t[0] for t in rest), a), sum((t[1] for t in rest), b)
-
-
-def _minus(x: Ends, y: Ends) -> Ends:
-    return x[0] - y[1], x[1] - y[0]
-
-
-def _size(x: Ends) -> Any:
-    return np.maximum(np.abs(x[0]), np.abs(x[1]))
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Ranges of what the leads decide: ``q_i``, ``T_i``, and ``N N^T`` by its middle and its slopes."""
-
-    q: tuple[Ends, Ends]
-    T: tuple[Ends, Ends]
-    gram: tuple[Curve, Curve, Curve]
-    widths: tuple[Any, Any]
-
-    @classmethod
-    def of(cls, one: Ends, two: Ends, both: Ends) -> Rows:
-        """The leads and their sum L, in their natural unit.
-
-        ``N_ii = (R_i + D_i)/2`` and ``N_ij = (R_i - D_i)/2`` with ``R_i = 1 + q_i L``, ``D_i = T_i + q_i (2 l_i + L)``; ``dT/dl =
-        2 q``, ``dq/dl = - q T``.
-        """
-        at = [0.5 * (upper(x[0]) + upper(x[1])) for x in (one, both)]
-        widths = tuple(np.maximum(x[1] - m, m - x[0]) for m, x in zip(at, (one, both), strict=True))
-        middle = at[0] + 0.0 * one[0], (at[1] + 0.0 * one[0]) - at[0]
-        q, T, R, D = [], [], [], []
-        for k, own in enumerate((one, two)):
-            a, b = own
-            q.append((_share(np.maximum(np.abs(a), np.abs(b))), _share(np.maximum(np.maximum(a, -b), 0.0))))
-            T.append((_tanh(a), _tanh(b)))
-            share, lean = _share(np.abs(middle[k])), _tanh(middle[k])
-            fall = _times(q[k], T[k])
-            bend = _minus((4.0 * q[k][0], 4.0 * q[k][1]), _times(fall, _plus(own, own, both)))
-            drop = _times((-fall[1], -fall[0]), both)
-            for out, value, slope, line in (
-                (R, 1.0 + share * at[1], drop, _plus((1.0, 1.0), _times(q[k], both))),
-                (D, lean + share * (2.0 * middle[k] + at[1]), bend, _plus(T[k], _times(q[k], _plus(own, own, both)))),
-            ):
-                # l_2 = L - l_1
-                pair = (slope, q[k]) if k == 0 else ((-slope[1], -slope[0]), _plus(slope, q[k]))
-                out.append(Curve(value, *pair, line))
-        gram = tuple(
-            R[i].times(R[j], widths).plus(D[i].times(D[j], widths), 0.5 * sign, 0.5)
-            for i, j, sign in ((0, 0, 1.0), (0, 1, -1.0), (1, 1, 1.0))
-        )
-        return cls((q[0], q[1]), (T[0], T[1]), (gram[0], gram[1], gram[2]), (widths[0], widths[1]))
-
-    def norm_squared(self) -> Any:
-        """``||P||^2``: the larger root for ``P^T P = [[1, u], [u, v]]``, ``u = (T_1 - T_2)/2``, ``v = (T_1^2 + T_2^2)/2``."""
-        u = 0.5 * _size(_minus(*self.T))
-        v = 0.5 * (_size(self.T[0]) ** 2 + _size(self.T[1]) ** 2)
-        return 0.5 * (1.0 + v + np.sqrt((1.0 - v) ** 2 + 4.0 * u * u))
-
-    def by_tokens(self, across: tuple[Any, Any], beta: Any, k: float) -> list[list[Any]]:
-        """The form in ``(|alpha_1|, |alpha_2|, |W'|)``."""
-        one = _root(k, beta)
-        line = [self.q[0][1] * across[0] * beta, self.q[1][1] * across[1] * beta, np.sqrt(self.norm_squared()) * one]
-        return _form([_size(x.range(self.widths)) for x in self.gram], beta, [line])
-
-    def by_sum_and_difference(self, lengths: Mapping[str, Any], beta: Any, k: float) -> list[list[Any]]:
-        """The form in ``(|alpha_+|, |alpha_-|, |w_+'|, |w_-'|)``."""
-        (one, mixed, two), (q1, q2), (T1, T2) = self.gram, self.q, self.T
-        half = one.plus(two, 0.5, 0.5)
-        gram = [half.plus(mixed, 1.0), one.plus(two, -0.5, 0.5), half.plus(mixed, -1.0)]
-        r, s = 0.5 * (q1[1] + q2[1]), 0.5 * _size(_minus(q1, q2))
-        h, total, symmetric = (lengths[k] * beta for k in ("turned", "sum", "symmetric"))
-        unit = _root(k, h)
-        zero, tilt, rest = 0.0 * unit, 0.5 * unit * _size(_minus(T1, T2)), 0.5 * unit * _size(_plus(T1, T2))
-        second = [r * total + s * symmetric, s * total + r * symmetric, tilt, rest]
-        return _form([_size(x.range(self.widths)) for x in gram], beta, [[r * h, s * h, unit, zero], second])
-
-
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """A function of ``(l_1, L)`` on boxes: its value at the middle, ranges of its two slopes, and a range of its own."""
-
-    at: Any
-    lead: Ends
-    both: Ends
-    hull: Ends
-
-    def range(self, widths: tuple[Any, Any]) -> Ends:
-        """A range, ``widths`` half those of the box."""
-        spread = _size(self.lead) * widths[0] + _size(self.both) * widths[1]
-        return np.maximum(self.hull[0], self.at - spread), np.minimum(self.hull[1], self.at + spread)
-
-    def plus(self, other: Curve, factor: float, own: float = 1.0) -> Curve:
-        """``own * self + factor * other``."""
-
-        def sum_of(x: Ends, y: Ends) -> Ends:
-            return _plus(_times((own, own), x), _times((factor, factor), y))
-
-        at = own * self.at + factor * other.at
-        return Curve(at, sum_of(self.lead, other.lead), sum_of(self.both, other.both), sum_of(self.hull, other.hull))
-
-    def times(self, other: Curve, widths: tuple[Any, Any]) -> Curve:
-        """The product."""
-        x, y = self.range(widths), other.range(widths)
-        slopes = [
-            _plus(_times(mine, y), _times(x, theirs))
-            for mine, theirs in ((self.lead, other.lead), (self.both, other.both))
-        ]
-        return Curve(self.at * other.at, slopes[0], slopes[1], _times(x, y))
-
-
-def _root(k: float, other: Any) -> Any:
-    """``1/sqrt(k)``, beside others."""
-    shape = np.ones(upper(other).shape)
-    return 1.0 / np.sqrt(like(k * shape, other))
-
-
-def _form(M: list[Any], beta: Any, lines: list[list[Any]]) -> list[list[Any]]:
-    """``beta^2 M`` on the first two places, plus the squares of the lines."""
-    k = len(lines[0])
-    S = [[sum((x[i] * x[j] for x in lines[1:]), lines[0][i] * lines[0][j]) for j in range(k)] for i in range(k)]
-    for i, j, m in ((0, 0, M[0]), (0, 1, M[1]), (1, 0, M[1]), (1, 1, M[2])):
-        S[i][j] = S[i][j] + beta * beta * m
-    return S
-
-
-def _largest(S: list[list[Any]]) -> Any:
-    """At least the largest eigenvalue of each symmetric matrix with non-negative entries."""
-    k = len(S)
-    floats = np.array([[upper(x) for x in row] for row in S]) + _FLOOR
-    safe = np.where(np.isfinite(floats), floats, 1.0).transpose(2, 0, 1)
-    y = np.maximum(np.abs(np.linalg.eigh(safe)[1][..., -1]), 1e-12).T
-    ratios = [sum(((S[i][j] + _FLOOR) * y[j] for j in range(1, k)), (S[i][0] + _FLOOR) * y[0]) / y[i] for i in range(k)]
-    best = ratios[0]
-    for x in ratios[1:]:
-        best = np.maximum(best, x)
-    return upper(best)
-
-
-def _share(lead: Any) -> Any:
-    """``q`` at a lead of at least 0."""
-    e = np.exp(-lead)
-    return e / (1.0 + e) ** 2
-
-
-def _tanh(lead: Any) -> Any:
-    """``tanh(l/2)``."""
-    e = np.exp(-np.abs(lead))
-    size = (1.0 - e) / (1.0 + e)
-    return np.where(lead >= 0.0, size, -size)
 
 
 def _cover(forms: PairForms, reach: float) -> tuple[Array, Array]:
@@ -395,7 +241,11 @@ def _first(forms: PairForms) -> list[Member]:
     """Multipliers that need no search."""
     members = forms.of_the_gap()
     # for A = -sign I, c = 0, the own form is 2 |x_2|^2 - 6 sign l_1 - |d|^2 = 2 |x_1|^2 - 2 sign l_1 + |d|^2; no descent finds them
-    own = [(s * size, 0.0, tau, r) for s in (1.0, -1.0) for size, tau, r in ((6.0, -1.0, (1e-6, 1e-6, 1.0)), (2.0, 1.0, (1e-6, 1.0, 1e-6)))]
+    own = [
+        (s * size, 0.0, tau, r)
+        for s in (1.0, -1.0)
+        for size, tau, r in ((6.0, -1.0, (1e-6, 1e-6, 1.0)), (2.0, 1.0, (1e-6, 1.0, 1e-6)))
+    ]
     for name, rows in (("own", own), ("sum", [(0.0, 0.0, -1.0, (1e-6, 1.0, 1.0)), (0.0, 0.0, 0.0, (1e-6, 1.0, 1.0))])):
         for n1, n2, tau, ratio in rows:
             nu = np.array([n1, n2])
@@ -438,7 +288,7 @@ def _grown(stated: Stated, cuts: int) -> list[Member]:
     for k in range(cuts):
         (r, lead, stretch), value = _worst(stated, members, rng)
         best, stale = (value, 0) if value < best - 1e-3 else (best, stale + 1)
-        if stale > 10 or value == -math.inf:
+        if stale > 5 or value == -math.inf:
             break
         at = np.array([r, lead, stretch * r * r - lead])
         start = _STARTS[k % len(_STARTS)]
