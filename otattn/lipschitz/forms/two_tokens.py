@@ -69,7 +69,7 @@ from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Ball, Domain
 
-_CELLS = {"fast": 100_000, "deep": 400_000}
+_CELLS = {"fast": 60_000, "deep": 400_000}
 _MARGIN = 1e-11
 _LARGEST = 1e150
 """Sums of products of larger multipliers overflow, and a lost term would empty a box that is not."""

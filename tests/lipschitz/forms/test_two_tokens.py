@@ -70,7 +70,7 @@ def test_any_multipliers_bound_what_is_left_of_the_forms(attention):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("a", [1.0, 6.0, 40.0])
+@pytest.mark.parametrize("a", [1.0, 40.0])
 def test_never_violated_by_climbs(name, a):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
