@@ -157,6 +157,8 @@ def test_boxes_around_configurations_hold_them(kind, steps):
         else:
             X = in_ball(best + 10 ** rng.uniform(-4, -0.5) * rng.normal(size=(2, d)), 1.0)
         gap, g = X[0] - X[1], R * (R * X @ A.T + c)
+        if np.linalg.norm(gap) < 1e-9:  # clipped to the same point: s is not defined
+            continue
         lead = np.sort([g[0] @ gap, -g[1] @ gap])[::-1] / unit
         spot = np.array([np.linalg.norm(gap), lead[0], gap @ (R * R * A / unit) @ gap / (gap @ gap)])[:, None]
         log_square = 2.0 * math.log(max(np.linalg.norm(jacobian(A, c, V, R * X), 2), 1e-300) / v)
