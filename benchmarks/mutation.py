@@ -99,9 +99,9 @@ GROUPS = (
     ),
     Group.of(
         "otattn/lipschitz",
-        "upper/rows_and_columns 6 upper/mean_field 7 upper/two_tokens 6 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
+        "upper/rows_and_columns 6 upper/mean_field 7 upper/psd_columns 5 upper/psd_rows 4 upper/psd 5 "
         "forms/negative_identity 6 forms/anchor_rows 6 forms/psd_mean_field 6 forms/concentration 4 forms/self_coupling 2 "
-        "forms/frontier_rows 4 forms/vertex_rows 4 forms/own_pairs 4 forms/frontier 4 "
+        "forms/two_tokens 6 forms/token_pairs 4 forms/frontier_rows 4 forms/vertex_rows 4 forms/own_pairs 4 forms/frontier 4 "
         "constants/field 4 constants/_field_hull 5 constants/self_logit 6 constants/column_exponent 4 "
         "constants/self_entropy 5 constants/simplex 4 constants/moved_rows 5 upper/near_tokens 5",
         "tests/lipschitz/constants tests/lipschitz/upper tests/lipschitz/forms",

@@ -39,7 +39,7 @@ PSD forms             small a, a row still sees its own token                :mo
 PSD, any measure      covariances of columns, variances of rows              :mod:`~otattn.lipschitz.forms.psd_mean_field`
 whole rows            K and D of a row on two tokens; V across the gradient  :mod:`~otattn.lipschitz.forms.frontier_rows`
 A = -alpha I          anchors that others use have dead rows                 :mod:`~otattn.lipschitz.forms.negative_identity`
-two tokens            quadratic forms under quadratic constraints            :mod:`~otattn.lipschitz.upper.two_tokens`
+two tokens            along and across their difference; quadratic forms     :mod:`~otattn.lipschitz.forms.two_tokens`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`
 unnormalised          ``v sup(|h| + a |h'|)``                                :mod:`~otattn.lipschitz.upper.unnormalised`

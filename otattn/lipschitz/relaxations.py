@@ -8,11 +8,11 @@ from otattn.lipschitz.constants.simplex import interval_simplex
 from otattn.lipschitz.forms.frontier_rows import frontier_rows
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
+from otattn.lipschitz.forms.two_tokens import two_tokens
 from otattn.lipschitz.upper.mean_field import mean_field
 from otattn.lipschitz.upper.near_tokens import near_tokens
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
-from otattn.lipschitz.upper.two_tokens import two_tokens
 
 __all__ = [
     "Certificate",

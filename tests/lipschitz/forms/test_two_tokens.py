@@ -1,4 +1,4 @@
-"""Two tokens: the formula of the rows, the quadratic inequality, the boxes, adversaries, tampering."""
+"""Two tokens: the formula of the rows, the quadratic inequalities, the boxes, adversaries, tampering."""
 
 import math
 from dataclasses import replace
@@ -8,10 +8,11 @@ import pytest
 from relaxation_attacks import FORMS, climb, in_ball
 
 from otattn.attention import MaskedAttention, SoftmaxAttention
-from otattn.lipschitz.constants.self_logit import unit_numbers
+from otattn.lipschitz.certificate import Statement
+from otattn.lipschitz.forms.token_pairs import NAMES, Family
+from otattn.lipschitz.forms.two_tokens import Stated
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import two_tokens
-from otattn.lipschitz.upper.two_tokens import Family, Forms, largest_lead, maximum, share
 from otattn.lipschitz.upper_bound import lipschitz_upper_bound
 from otattn.measures import Ball, Ellipsoid
 
@@ -39,57 +40,37 @@ def test_the_rows_are_those_of_the_jacobian():
 
 
 @pytest.mark.parametrize("attention", [SoftmaxAttention(5.0 * FORMS["generic"][0], np.eye(3)), BIASED])
-def test_any_multipliers_bound_the_quadratic_form(attention):
-    """Wild multipliers included: what they miss is added."""
+def test_any_multipliers_bound_what_is_left_of_the_forms(attention):
+    """Wild multipliers included: what they miss is added. The parts along the difference are taken off."""
     rng = np.random.default_rng(1)
-    head = unit_numbers(attention, 1.0)
-    forms = Forms(head)
-    nu, tau = rng.normal(size=(40, 2)) * 3, rng.normal(size=40)
-    family = Family(forms, nu, tau, np.exp(rng.normal(size=(40, 3))))
-    for _ in range(400):
+    stated = Stated.of(Statement(attention, Ball(1.0), 2, 2.0))
+    unit, A, c = stated.forms.unit, stated.head.A, stated.head.c
+    V = attention.V / np.linalg.norm(attention.V, 2)
+    families = {
+        name: Family(
+            stated.forms, name, rng.normal(size=(20, 2)) * 3, rng.normal(size=20), np.exp(rng.normal(size=(20, 3)))
+        )
+        for name in NAMES
+    }
+    for _ in range(40):
         x1, x2 = in_ball(2.0 * rng.normal(size=(2, 3)), 1.0)
-        gap, g1, g2 = x1 - x2, head.A @ x1 + head.c, head.A @ x2 + head.c
-        N = np.sum((g1 + head.A.T @ gap) ** 2) + np.sum(g1**2)
-        size = np.array([np.linalg.norm(gap)])
-        leads = [np.array([abs(l) / forms.unit]) for l in (g1 @ gap, g2 @ gap)]
-        assert family(size, size, *leads)[0] * forms.unit**2 * (1 + 1e-12) >= N
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["identity", "negative", "skew", "generic", "line"])
-def test_the_field_part_is_never_exceeded(name):
-    """Random and climbed pairs against F itself, on the multipliers of a certificate."""
-    rng = np.random.default_rng(2)
-    A, V = FORMS[name]
-    bound = two_tokens(SoftmaxAttention(7.0 * A, V), radius=1.0)
-    head = unit_numbers(SoftmaxAttention(7.0 * A, V), 1.0)
-    forms = Forms(head)
-    family = Family(forms, bound.multipliers["nu"], bound.multipliers["tau"], bound.multipliers["w"])
-    F = math.exp(maximum(family, forms.unit, largest_lead(head, forms), 4e-2).value) * forms.unit**2
-
-    def value(X):
-        gap = X[:, 0] - X[:, 1]
-        total = 0.0
-        for i, sign in ((0, 1.0), (1, -1.0)):
-            g = X[:, i] @ head.A.T + head.c
-            lead = sign * np.sum(g * gap, axis=1)
-            N = np.sum((g + sign * gap @ head.A) ** 2, axis=1) + np.sum(g**2, axis=1)
-            total = total + share(lead) * N
-        return np.sum(gap**2, axis=1) * total
-
-    X = in_ball(1.5 * rng.normal(size=(2000, 2, len(A))), 1.0)
-    best = value(X)
-    for step in np.geomspace(0.5, 1e-3, 40):
-        Y = in_ball(X + step * rng.normal(size=X.shape), 1.0)
-        new = value(Y)
-        X, best = np.where((new > best)[:, None, None], Y, X), np.maximum(new, best)
-    assert best.max() <= F
-    assert best.max() >= 0.2 * F  # the relaxation is worth something
+        gap, g1, g2 = x1 - x2, A @ x1 + c, A @ x2 + c
+        e, h = gap / np.linalg.norm(gap), A.T @ gap
+        for swapped in (False, True):
+            first, turned = (g2, -h) if swapped else (g1, h)
+            vectors = {"own": [first + turned, first], "turned": [h], "sum": [g1 + g2], "symmetric": [A @ gap + h]}
+            place = [np.array([x]) for x in (gap @ gap, g1 @ gap / unit, (g1 - g2) @ gap / unit / (gap @ gap))]
+            for name, family in families.items():
+                square = np.sum((V @ gap) ** 2)
+                if name in vectors:
+                    square = sum(np.sum((y - (y @ e) * e) ** 2) for y in vectors[name]) / unit**2
+                proved = family(*[(x, x) for x in place], np.array(place), swapped=swapped)[0]
+                assert proved * (1 + 1e-12) + 1e-12 >= square, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("a", [1.0, 6.0, 40.0])
+@pytest.mark.parametrize("a", [1.0, 40.0])
 def test_never_violated_by_climbs(name, a):
     A, V = FORMS[name]
     attention = SoftmaxAttention(a * A, V)
@@ -110,13 +91,33 @@ def test_never_violated_with_a_bias_on_other_domains():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_multiples_of_the_identity_leave_one_percent(sign):
+    """The gap of the search: the form is sharp there."""
+    attention = SoftmaxAttention(sign * 4.0 * np.eye(2), np.eye(2))
+    low = lipschitz_lower_bound(attention, radius=1.0, n=2, rng=0).value
+    assert low <= two_tokens(attention, radius=1.0).value <= 1.012 * low
+
+
+@pytest.mark.slow
 def test_what_it_gains():
     skew = SoftmaxAttention(25.0 * FORMS["skew"][0], np.eye(2))
-    assert two_tokens(skew, radius=1.0).value <= 1.06 * lipschitz_lower_bound(skew, radius=1.0, n=2, rng=0).value
+    assert two_tokens(skew, radius=1.0).value <= 1.03 * lipschitz_lower_bound(skew, radius=1.0, n=2, rng=0).value
     negative = SoftmaxAttention(-9.0 * np.eye(3), np.eye(3))
     upper = lipschitz_upper_bound(negative, radius=1.0, n=2)
     assert upper.theorem == "two_tokens"
-    assert upper.value <= 2.3 * lipschitz_lower_bound(negative, radius=1.0, n=2, rng=0).value
+    assert upper.value <= 1.012 * lipschitz_lower_bound(negative, radius=1.0, n=2, rng=0).value
+
+
+@pytest.mark.slow
+def test_tokens_may_lie_apart_across_what_a_low_rank_form_sees():
+    """Identity values are seen on the span of A alone; the difference of the tokens has a part across it."""
+    rng = np.random.default_rng(6)
+    Q, K = rng.normal(size=(2, 1, 6))
+    attention = SoftmaxAttention.from_qkv(3.0 * Q, K, np.eye(6))
+    bound = two_tokens(attention, radius=1.0)
+    assert climb(attention, (1, 1), 1.0, rng) <= bound.value
+    assert bound.verify(rigorous=True)
 
 
 @pytest.mark.slow
@@ -127,7 +128,7 @@ def test_scaling_zero_maps_and_refusals():
     assert two_tokens(SoftmaxAttention(5e6 * A, 1e-6 * V), radius=1e-3).value == pytest.approx(1e-6 * one, rel=1e-3)
     assert two_tokens(SoftmaxAttention(A, 0 * V), radius=1.0).value == 0.0
     mean = two_tokens(SoftmaxAttention(0 * A, V), radius=1.0)
-    assert np.linalg.norm(V, 2) <= mean.value <= math.sqrt(2.0) * np.linalg.norm(V, 2)
+    assert mean.value == pytest.approx(np.linalg.norm(V, 2), rel=1e-6)
     with pytest.raises(ValueError, match="effort"):
         two_tokens(SoftmaxAttention(A, V), radius=1.0, effort="slow")
     with pytest.raises(ValueError, match="without a mask"):
@@ -145,6 +146,8 @@ def test_the_recheck_rejects_tampering():
         ("w", -1.0 - bound.multipliers["w"]),
         ("tau", bound.multipliers["tau"][1:]),
         ("tau", np.zeros((0,))),
+        ("form", np.full_like(bound.multipliers["form"], 7.0)),
+        ("form", np.zeros_like(bound.multipliers["form"])),
     ):
         assert not replace(bound, multipliers={**bound.multipliers, key: value}).verify()
     lower = lipschitz_lower_bound(attention, radius=1.0, n=2, rng=0).value
