@@ -123,11 +123,13 @@ def minilm(n: int = 32) -> None:
         "# Certificates of second order: blocks and stacks of all-MiniLM-L6-v2",
         "",
         f"n = {n} tokens. `radius` is that of the W_2 ball, over the largest norm R of the tokens that enter, in which the "
-        "constant is proved to stay below twice that at the tokens (norms of products with failure probability 1e-9 each).",
+        "constant is proved to stay below twice that at the tokens (norms of products, and the second derivative of a stack, "
+        "with failure probability 1e-9 each). *Climbed* is the largest ratio that gradient ascent finds in the ball.",
         "",
         "| layers | norm at the tokens | radius / R | held back by | climbed there / norm | seconds |",
         "|---|---|---|---|---|---|",
     ]
+    tables: list[str] = []
     for first, last in spans:
         X, whole = tokens[first], oa.Compose(*blocks[first:last])
         start = time.process_time()
@@ -142,8 +144,31 @@ def minilm(n: int = 32) -> None:
             f"{found / ball.details['norm']:.3f} | {seconds:.0f} |"
         )
         print(lines[-1], flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "second_order_minilm.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if last - first > 1:
+            tables += share_table(f"{first + 1}..{last}", ball.details["shares"], 4)
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "second_order_minilm.md").write_text("\n".join([*lines, *tables]) + "\n", encoding="utf-8")
+
+
+def share_table(name: str, shares: dict[str, Any], each: int) -> list[str]:
+    """What the remainder of a stack is made of at the largest radius, layer by layer of ``each`` stages."""
+    parts = ("attention", "first norm", "MLP", "second norm")
+    own, third = (np.array(shares[key]).reshape(-1, each) for key in ("stages", "third"))
+    lines = [
+        "",
+        f"## Layers {name}: shares of the remainder at that radius, in percent",
+        "",
+        f"The second derivative of the stack as one form has {100 * shares['second']:.1f}, second derivatives of stages between the "
+        f"linear part and what is off from it {100 * shares['crossed']:.1f}; the rest is that of the stages below, "
+        f"{100 * third.sum():.1f} of it third derivatives.",
+        "",
+        "| layer | " + " | ".join(parts) + " | third derivative of attention |",
+        "|---" * (len(parts) + 2) + "|",
+    ]
+    for k, (row, of_attention) in enumerate(zip(own, third[:, 0], strict=True)):
+        cells = " | ".join(f"{100 * x:.1f}" for x in (*row, of_attention))
+        lines.append(f"| {k + 1} | {cells} |")
+    return lines
 
 
 def small_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.AttentionMap]:
