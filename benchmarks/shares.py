@@ -86,12 +86,12 @@ class Rows:
         return np.asarray(out)
 
 
-def independent(A: Array, V: Array, c: Array, X: Array, rho: float, steps: int = 6) -> float:
+def independent(A: Array, V: Array, c: Array, X: Array, rho: float, steps: int = 4) -> float:
     """The largest norm found for rows that each move the tokens by at most rho in a way of their own."""
     rows, w = Rows(A, V, c), np.random.default_rng(0).standard_normal(X.shape)
     Y, best = np.broadcast_to(X, (len(X), *X.shape)), 0.0
     for _ in range(steps):
-        for _ in range(25):
+        for _ in range(15):
             w = rows.vjp(Y, rows.jvp(Y, w)).sum(axis=0)
             w /= np.linalg.norm(w)
         image = rows.jvp(Y, w)
@@ -131,6 +131,10 @@ def main() -> None:
             f"{details['perturbation']:.1f} | " + " | ".join(f"{x:.1f}" for x in parts.values()) + " |"
         )
         print(each[-1], flush=True)
+        write(n, R, ball, each)
+
+
+def write(n: int, R: float, ball: list[str], each: list[str]) -> None:
     lines = [
         "# What holds the certificates near real tokens back: the twelve heads of the bundled layer",
         "",
