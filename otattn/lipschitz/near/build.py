@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.attention import AttentionMap, Compose, LayerNorm, MultiHeadAttention, Residual, Sum, TokenwiseMap
 from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.bends import forms_of, has_bend
 from otattn.lipschitz.near.coordinates import PLAIN, Frame, frames_of, norm_table
 from otattn.lipschitz.near.expansion import AFFINE, Expansion
 from otattn.lipschitz.near.experts import Experts, experts
@@ -72,7 +73,7 @@ def chain_at(map: AttentionMap, tokens: Array) -> Chain:
     # in a stack the rows of a segment would be charged for all that may enter it: six layers get a ninth of the radius
     if len(whole) == 1 and np.isfinite((chain := _chain(whole, None, None)).norm):
         return chain
-    return _chain(path, None, None)
+    return _chain(path, None, None, composed=True)
 
 
 def _path(map: AttentionMap, x: Array) -> list[_Point]:
@@ -182,7 +183,7 @@ def _size(M: Side) -> float:
 class _Branches:
     """The expansion of ``x + s g(x)`` from that of g, and of ``sum_b f_b(x)`` from those of all f_b."""
 
-    parts: tuple[Expansion, ...]
+    parts: tuple[Chain, ...]
     scale: float
 
     def remainder(self, r: float, off: float = 0.0) -> float:
@@ -191,9 +192,20 @@ class _Branches:
     def growth(self, r: float, off: float = 0.0) -> float:
         return abs(self.scale) * sum(f.growth(r, off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
 
+    def curvature(self, off: float = 0.0) -> float:
+        return abs(self.scale) * sum(f.curvature(off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
 
-def _chain(path: Sequence[_Point | Run], left: Side, right: Side) -> Chain:
-    """The chain of ``left f(right z)``."""
+    def third_remainder(self, r: float, off: float = 0.0) -> float:
+        return (
+            abs(self.scale) * sum(f.third_remainder(r, off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
+        )
+
+    def third_growth(self, r: float, off: float = 0.0) -> float:
+        return abs(self.scale) * sum(f.third_growth(r, off) for f in self.parts) * (1.0 + 4.0 * len(self.parts) * EPS)
+
+
+def _chain(path: Sequence[Any], left: Side, right: Side, *, composed: bool = False) -> Chain:
+    """The chain of ``left f(right z)``; ``composed`` with bounds of its second derivative, where its norms are not proved either."""
     S = len(path)
     parts = [p.jacobian for p in path]
     if all(p.matrix is not None for p in parts) and left is None and right is None:
@@ -210,7 +222,8 @@ def _chain(path: Sequence[_Point | Run], left: Side, right: Side) -> Chain:
         known[0] = jacobian_norm(heads.heads)[1]
     norms = norm_table(parts, frames, known)
     norms[0, 0] = norms[S, S] = 1.0
-    return chain_of(stages, norms, how="probabilistic" if known[0] is None else "proved")
+    bends = forms_of(path, frames) if composed and S > 1 and all(map(has_bend, path)) else None
+    return chain_of(stages, norms, how="probabilistic" if known[0] is None else "proved", bends=bends)
 
 
 def _tokenwise(path: Sequence[_Point | Run]) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator
 
-from otattn.lipschitz.near.largest_eigenvalue import FAILURE
+from otattn.lipschitz.arithmetic.largest_eigenvalue import FAILURE
 from otattn.lipschitz.near.stack import Linear
 from otattn.operators import spectral_norm_bounds
 

@@ -8,7 +8,8 @@ norm is attained on the diagonal, Banach), Taylor's formula gives
 
 D3 increases, so that its value at the right end of each cell of s bounds the integrals: the weight falls off where D3 is
 largest, which is most of what these bounds gain over ``D3(r) r^3 / 6``. Around a point within ``off`` of X the same holds with
-``C + off D3(off)`` and ``D3(off + s r)``.
+``C + off D3(off)`` and ``D3(off + s r)``. Without their first terms the two bound what is left after the second order,
+``f(X + D) - f(X) - J D - D^2 f[D, D] / 2`` and ``J(X + D) - J - D^2 f[D, .]``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-__all__ = ["AFFINE", "Expansion", "Taylor"]
+__all__ = ["AFFINE", "Cubic", "Expansion", "Taylor"]
 
 CELLS = 20
 """Cells of the integrals over s."""
 COARSE = 1e-2
 """Third-order terms below this share of the second are bounded by one cell."""
 _UP = 1.0 + 1e-14
+STEADY = 1.02
+"""Growth of D3 over the ball up to which one cell bounds what is left after the second order."""
 _FAR = 1e50
 """Radii from which products would overflow."""
 
@@ -38,6 +41,22 @@ class Expansion(Protocol):
 
     def growth(self, r: float, off: float = 0.0) -> float:
         """Upper bound of ``||J(Y + D) - J(Y)||``."""
+        ...
+
+
+class Cubic(Expansion, Protocol):
+    """How far it may be from its Taylor polynomial of second order."""
+
+    def curvature(self, off: float = 0.0) -> float:
+        """Upper bound of ``|D^2 f(Y)|``, ``|Y - X| <= off``; its excess over ``curvature()`` bounds the change of ``D^2 f``."""
+        ...
+
+    def third_remainder(self, r: float, off: float = 0.0) -> float:
+        """Upper bound of ``|f(Y + D) - f(Y) - J(Y) D - D^2 f(Y)[D, D] / 2|`` for ``|D| <= r``."""
+        ...
+
+    def third_growth(self, r: float, off: float = 0.0) -> float:
+        """Upper bound of ``||J(Y + D) - J(Y) - D^2 f(Y)[D, .]||``."""
         ...
 
 
@@ -61,6 +80,23 @@ class Taylor:
 
     def growth(self, r: float, off: float = 0.0) -> float:
         return r * self._sum(r, off, 1.0, lambda t: (1.0 - t) ** 2 / 2.0) if r < _FAR else float("inf")
+
+    def curvature(self, off: float = 0.0) -> float:
+        return (self.second + (off * self.third(off) if off > 0.0 else 0.0)) * _UP
+
+    def third_remainder(self, r: float, off: float = 0.0) -> float:
+        return r**3 * self._left(r, off, lambda t: (1.0 - t) ** 3 / 6.0) if r < _FAR else float("inf")
+
+    def third_growth(self, r: float, off: float = 0.0) -> float:
+        return r**2 * self._left(r, off, lambda t: (1.0 - t) ** 2 / 2.0) if r < _FAR else float("inf")
+
+    def _left(self, r: float, off: float, weight: Callable[[float], float]) -> float:
+        """``sum over cells (weight(left) - weight(right)) D3(off + right r)``."""
+        last = self.third(off + r)
+        if not last > STEADY * self.third(off):
+            return weight(0.0) * last * _UP
+        ends = [k / CELLS for k in range(CELLS + 1)]
+        return sum((weight(s) - weight(t)) * self.third(off + t * r) for s, t in pairwise(ends)) * _UP
 
     def _sum(self, r: float, off: float, share: float, weight: Callable[[float], float]) -> float:
         """``share C + r sum over cells (weight(left) - weight(right)) D3(off + right r)``."""

@@ -33,9 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper
+from otattn.lipschitz.arithmetic.largest_eigenvalue import FAILURE, largest_eigenvalue, likely_largest
 from otattn.lipschitz.near.gram_jacobian import fits, output_norms, with_outputs
 from otattn.lipschitz.near.head import HeadAtTokens, rounding, sink_terms
-from otattn.lipschitz.near.largest_eigenvalue import FAILURE, largest_eigenvalue, likely_largest
 from otattn.lipschitz.near.own_token import own_token_norm
 
 __all__ = ["Hessian", "gram_hessian", "hessian_norm"]

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn.lipschitz.arithmetic.largest_eigenvalue import largest_eigenvalue
 from otattn.lipschitz.near.head import HeadAtTokens, rounding
-from otattn.lipschitz.near.largest_eigenvalue import largest_eigenvalue
 
 __all__ = ["LARGEST_GRAM", "LARGEST_PRODUCTS", "fits", "jacobian_norm", "output_norms", "row_grams", "with_outputs"]
 

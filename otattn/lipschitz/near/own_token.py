@@ -32,10 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm_upper
+from otattn.lipschitz.arithmetic.largest_eigenvalue import small_top
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.gram_jacobian import output_norms
 from otattn.lipschitz.near.head import HeadAtTokens
-from otattn.lipschitz.near.largest_eigenvalue import small_top
 
 __all__ = ["own_token_norm"]
 

@@ -11,7 +11,8 @@ bounds ``|D_a|``, and ``|F(X + D) - F(X)| <= r_S``; what exceeds ``||J_{1:S}|| r
 
 **Jacobians.** With ``E_a = J_a(X_{a-1} + D_{a-1}) - J_a``, ``J'_a .. J'_1 = J_{1:a} + sum_t J_{t+1:a} E_t (J'_{t-1} .. J'_1)``, so
 ``b_a = ||J_{1:a}|| + sum_t ||J_{t+1:a}|| g_t(r_{t-1}) b_{t-1}`` bounds the norm of the Jacobian of F at ``X + D``, and the sum
-bounds its change.
+bounds its change. Where a bound of the second derivative of the whole is known, ``bends``, both are sharpened by it
+(:mod:`~otattn.lipschitz.near.composed`).
 
 Coordinates. Between two stages tokens may be measured otherwise: D in the coordinates ``P_a D`` when it enters stage a, and in
 ``Q_a D`` when stage a - 1 makes an error. The formulas stay, with ``||P_b J_{a+1:b} Q_a^{-1}||`` for ``||J_{a+1:b}||`` (also for a =
@@ -28,12 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, spectral_norm_upper
 from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn.lipschitz.near.composed import Bends, bends_term_by_term, budget, grown, walk, with_errors
 from otattn.lipschitz.near.expansion import Expansion
 
 __all__ = ["DENSE", "Chain", "Linear", "Stage", "chain_of", "dense_norms"]
@@ -101,7 +104,7 @@ class Chain:
     """Stages with the norms of their partial products.
 
     ``norms[a, b]`` bounds ``||J_{a+1:b}||`` (stages a, .., b - 1 counted from 0); ``offs[a]`` how far the float tokens before
-    stage a are from the true ones.
+    stage a are from the true ones; ``bends`` are bounds of their second derivatives together.
     """
 
     stages: tuple[Stage, ...]
@@ -109,6 +112,7 @@ class Chain:
     offs: tuple[float, ...]
     image_error: float
     how: str = "proved"
+    bends: Bends | None = None
     _seen: dict[tuple[str, float, float], float] = field(default_factory=dict)
 
     @property
@@ -119,6 +123,8 @@ class Chain:
     def radii(self, r: float, off: float = 0.0) -> list[float]:
         """``[r_0, .., r_S]``: how far the images of tokens within r of Y are from those of Y, Y within ``off`` of X."""
         offs = self._offs(off)
+        if self.bends is not None and off == 0.0:
+            return walk(self._expansions, self.norms, offs, self.bends, r)[0]
         radii, lost = [r], []
         for a, stage in enumerate(self.stages):
             lost.append(stage.expansion.remainder(radii[a], offs[a]))
@@ -143,13 +149,30 @@ class Chain:
         """Upper bound of the Lipschitz constant of F on the ball."""
         return (self.norm + self.growth(r)) * _UP
 
-    def worst(self, r: float) -> tuple[int, float]:
-        """The stage with the largest share of the remainder at r, and its share."""
+    def curvature(self, off: float = 0.0) -> float:
+        """That of the whole term by term, as an expansion."""
+        offs = self._offs(off)
+        return float(bends_term_by_term(self._expansions, self._norms(offs), offs)[-1])
+
+    def third_remainder(self, r: float, off: float = 0.0) -> float:
+        offs = self._offs(off)
+        return walk(self._expansions, self._norms(offs), offs, None, r)[2]
+
+    def third_growth(self, r: float, off: float = 0.0) -> float:
+        offs = self._offs(off)
+        return grown(self._expansions, self._norms(offs), offs, None, r)[1]
+
+    @property
+    def _expansions(self) -> list[Any]:
+        return [s.expansion for s in self.stages]
+
+    def budget(self, r: float) -> dict[str, Any]:
+        """What the remainder at r is made of (:func:`~otattn.lipschitz.near.composed.budget`); stages without it give ``stages``."""
+        if self.bends is not None:
+            return budget(self._expansions, self.norms, self.offs, self.bends, r)
         radii, S = self.radii(r), len(self.stages)
         lost = [self.norms[t + 1, S] * s.expansion.remainder(radii[t], self.offs[t]) for t, s in enumerate(self.stages)]
-        total = float(sum(lost))
-        stage = int(np.argmax(lost))
-        return stage, float(lost[stage] / total) if 0.0 < total < float("inf") else 0.0
+        return {"remainder": float(sum(lost)), "stages": [float(x) for x in lost]}
 
     def _remembered(self, name: str, r: float, off: float, make: Callable[[float, float], float]) -> float:
         key = (name, r, off)
@@ -161,19 +184,23 @@ class Chain:
 
     def _remainder(self, r: float, off: float) -> float:
         offs, radii = self._offs(off), self.radii(r, off)
+        if self.bends is not None and off == 0.0:
+            return walk(self._expansions, self.norms, offs, self.bends, r)[1][-1]
         norms, S = self._norms(offs), len(self.stages)
         lost = (norms[t + 1, S] * self.stages[t].expansion.remainder(radii[t], offs[t]) for t in range(S))
         return float(sum(lost)) * _UP
 
     def _growth(self, r: float, off: float) -> float:
         offs, radii = self._offs(off), self.radii(r, off)
+        if self.bends is not None and off == 0.0:
+            return grown(self._expansions, self.norms, offs, self.bends, r)[0][-1]
         norms, S = self._norms(offs), len(self.stages)
-        grown = [s.expansion.growth(radii[t], offs[t]) for t, s in enumerate(self.stages)]
+        changes = [s.expansion.growth(radii[t], offs[t]) for t, s in enumerate(self.stages)]
         sizes = [float(norms[0, 0])]  # of J'_t .. J'_1
         for a in range(S - 1):
-            lost = sum(norms[t + 1, a + 1] * grown[t] * sizes[t] for t in range(a + 1))
+            lost = sum(norms[t + 1, a + 1] * changes[t] * sizes[t] for t in range(a + 1))
             sizes.append(float(norms[0, a + 1] + lost) * _UP)
-        return float(sum(norms[t + 1, S] * grown[t] * sizes[t] for t in range(S))) * _UP
+        return float(sum(norms[t + 1, S] * changes[t] * sizes[t] for t in range(S))) * _UP
 
     def _offs(self, off: float) -> tuple[float, ...]:
         """How far the tokens of each stage are from the float ones when the first are within ``off``."""
@@ -185,13 +212,19 @@ class Chain:
         return self.norms if offs is self.offs else _moved(self.stages, self.norms, offs)
 
 
-def chain_of(stages: list[Stage], norms: Array, off: float = 0.0, how: str = "proved") -> Chain:
+def chain_of(
+    stages: list[Stage], norms: Array, off: float = 0.0, how: str = "proved", bends: Bends | None = None
+) -> Chain:
     """The chain of stages whose first tokens are known up to ``off``, from the norms of the products of float Jacobians.
 
-    ``norms[a, a]`` is that of the change of coordinates between the stages a - 1 and a, 1 where there is none.
+    ``norms[a, a]`` is that of the change of coordinates between the stages a - 1 and a, 1 where there is none. ``bends`` are bounds
+    of the second derivatives that the floats have.
     """
     offs = _errors(tuple(stages), norms, off)
-    return Chain(tuple(stages), _moved(tuple(stages), norms, offs[:-1]), offs[:-1], offs[-1], how)
+    moved = _moved(tuple(stages), norms, offs[:-1])
+    if bends is not None:
+        bends = with_errors(bends, [s.expansion for s in stages], norms, moved, offs[:-1])  # type: ignore[misc]
+    return Chain(tuple(stages), moved, offs[:-1], offs[-1], how, bends)
 
 
 def dense_norms(stages: list[Stage]) -> Array:

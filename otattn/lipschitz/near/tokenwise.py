@@ -39,10 +39,10 @@ from numpy.typing import NDArray
 
 from otattn._linalg import norm_upper, row_norms, spectral_norm_upper
 from otattn.attention import MLP, LayerNorm, TokenwiseMap
+from otattn.lipschitz.arithmetic.largest_eigenvalue import small_top
 from otattn.lipschitz.constants._dual_quadratic import EPS
 from otattn.lipschitz.near.activations import ACTIVATIONS
 from otattn.lipschitz.near.expansion import AFFINE, Expansion, Taylor
-from otattn.lipschitz.near.largest_eigenvalue import small_top
 
 __all__ = ["Perceptron", "perceptron", "tokenwise_errors", "tokenwise_expansion"]
 
@@ -245,6 +245,11 @@ class _Kinked:
 
     def remainder(self, r: float, off: float = 0.0) -> float:
         return self.growth(r, off) * r * (1.0 + 4.0 * EPS)
+
+    def curvature(self, off: float = 0.0) -> float:
+        return 0.0
+
+    third_remainder, third_growth = remainder, growth
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,9 @@ What is proved: for attention alone, n d up to 2048 coordinates or one map whose
 counted ("proved"). Token-wise maps have margins: the suprema of the activations' derivatives are proved, but the rounding of
 their values, and of LayerNorm (1e-10), is allowed for and not enclosed ("margins"). For longer stacks the norms of the partial
 products are bounded by Lanczos iterations that fail with a stated probability over their random starts, under the model of
-rounding of :func:`~otattn.operators.spectral_norm_bounds`; derivatives and remainders are as before ("probabilistic").
+rounding of :func:`~otattn.operators.spectral_norm_bounds`, and the second derivative of the whole by its values at random pairs
+of directions, with as small a probability (:mod:`otattn.lipschitz.near.composed`); other remainders are as before
+("probabilistic").
 ``details["how"]`` says which.
 
 ``verify(rigorous=True)`` (extra ``proof``) proves every number of the first kind again in ball and interval arithmetic
@@ -81,7 +83,9 @@ def certify(map: AttentionMap, tokens: ArrayLike, *, radius: float, p: float = 2
     Certificate
         ``value`` is L, ``domain`` the ball, ``quantity`` "pairs" or "lipschitz". ``details`` hold ``norm`` (upper bound of the norm
         of the Jacobian at the tokens), ``how`` ("proved", "margins" or "probabilistic"), and what the remainder is made of: the stage
-        ``worst_stage`` with the largest share, ``worst_share``. ``verify()`` computes it again from the map, the tokens and
+        ``worst_stage`` with the largest share, ``worst_share``, and all ``shares``, those of the ``stages`` and, for longer stacks,
+        ``second`` of the second derivative of the whole, ``crossed`` of second derivatives with errors of stages before, and
+        ``third``, the parts of third derivatives in those of the stages. ``verify()`` computes it again from the map, the tokens and
         the radius. The value is finite only where the ball is small enough for the series; the error of the
         constant grows linearly with the radius.
 
@@ -217,9 +221,18 @@ def _certificate(statement: Statement, chain: Chain, kind: str) -> Certificate:
         raise CertificateError(
             f"nothing finite is proved on a ball of radius {near.radius:g}; certified_radius finds one that is small enough."
         )
-    stage, share = chain.worst(math.sqrt(len(near.points)) * near.radius)
-    details = {"norm": chain.norm, "how": chain.how, "worst_stage": stage, "worst_share": share}
+    shares = _shares(chain.budget(math.sqrt(len(near.points)) * near.radius))
+    stage = int(np.argmax(shares["stages"]))
+    details = {"norm": chain.norm, "how": chain.how, "worst_stage": stage, "worst_share": shares["stages"][stage]}
+    details["shares"] = shares
     return certify_value(_NAMES[kind], statement=statement, value=value, details=details)
+
+
+def _shares(budget: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a budget over the whole."""
+    total = budget.pop("remainder")
+    scale = 1.0 / total if 0.0 < total < math.inf else 0.0
+    return {k: [scale * x for x in part] if isinstance(part, list) else scale * part for k, part in budget.items()}
 
 
 @problem_function("second_order", "second_order/pairs")

@@ -7,11 +7,11 @@ from climbing import directions
 from exact_maps import derivatives, layer_norm, matrix, perceptron, softmax
 
 from otattn.attention import MLP, LayerNorm, MaskedAttention, MultiHeadAttention, RMSNorm, SoftmaxAttention
+from otattn.lipschitz.arithmetic.largest_eigenvalue import largest_eigenvalue
 from otattn.lipschitz.near import gram_hessian
 from otattn.lipschitz.near.activations import ACTIVATIONS
 from otattn.lipschitz.near.gram_jacobian import jacobian_norm, with_outputs
 from otattn.lipschitz.near.heads import heads_at
-from otattn.lipschitz.near.largest_eigenvalue import largest_eigenvalue
 from otattn.lipschitz.near.third_order import third_order
 from otattn.lipschitz.near.tokenwise import tokenwise_expansion
 from otattn.models import FeedForward

@@ -13,7 +13,7 @@ from scipy.linalg import LinAlgError, cholesky
 from scipy.linalg.blas import dsymv
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from otattn.lipschitz.constants._dual_quadratic import EPS
+from otattn._linalg import EPS
 from otattn.operators import spectral_norm_bounds
 
 __all__ = ["FAILURE", "largest_eigenvalue", "likely_largest", "small_top"]
