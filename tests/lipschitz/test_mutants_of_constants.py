@@ -13,10 +13,10 @@ from otattn.attention import L2Attention, MultiHeadAttention, SoftmaxAttention
 from otattn.attention.head import heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import top
-from otattn.lipschitz.constants.heads import softmax_head
+from otattn.lipschitz.constants.heads import softmax_head, unit_numbers
 from otattn.lipschitz.constants.regions import see
 from otattn.lipschitz.constants.rows import density_excess
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
 from otattn.lipschitz.constants.simplex import dual_value as simplex_dual
 from otattn.lipschitz.constants.sum_of_heads import combine_heads
 from otattn.lipschitz.relaxations import interval_simplex

@@ -19,7 +19,8 @@ from otattn.attention import (
 from otattn.lipschitz import local_lipschitz
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
-from otattn.lipschitz.constants.self_logit import psd_defect, unit_numbers
+from otattn.lipschitz.constants.heads import unit_numbers
+from otattn.lipschitz.constants.self_logit import psd_defect
 from otattn.lipschitz.forms import psd_mean_field
 from otattn.lipschitz.upper import psd
 from otattn.lipschitz.upper.mean_field import log_bound

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from otattn._linalg import Array, bordered, lambda_max_upper, mid, norm_upper, spectral_norm_upper
+from otattn._linalg import EPS, Array, bordered, lambda_max_upper, mid, norm_upper, spectral_norm_upper
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
@@ -184,3 +184,17 @@ def _minimise(f: Callable[[float], float]) -> float:
         if abs(x) < width - 0.5:
             break
     return x
+
+
+def affine_norm(B: Any, c: Any, R: Any) -> Any:
+    """``max_{|x| <= R} |B x + c|``."""
+    if isinstance(B, np.ndarray):
+        unit = max(float(spectral_norm_upper(B)) * top(R), float(norm_upper(c)))
+        if unit == 0.0:
+            return 0.0
+        # squares: in units in which they are near one; the forms of the quadratic are rounded by much less than up() adds
+        square = max_quadratic((B.T / unit) @ (B / unit), 2.0 * ((B.T / unit) @ (c / unit)), R) + (c / unit) @ (
+            c / unit
+        )
+        return up(unit * math.sqrt(square * (1.0 + 8.0 * (len(c) + 8) * EPS)))
+    return np.sqrt(max_quadratic(B.T @ B, 2.0 * (B.T @ c), R) + c @ c)

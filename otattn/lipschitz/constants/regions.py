@@ -7,7 +7,6 @@ Attention with logits ``<A x + c, y>`` does not see a translation: with ``x = z 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from otattn.attention.head import Head
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import is_zero, least, product, top, up
-from otattn.lipschitz.constants.quadratic import balanced_minimum, column_exponent, max_norm_product, max_quadratic
+from otattn.lipschitz.constants.quadratic import affine_norm, balanced_minimum, column_exponent, max_norm_product
 from otattn.measures.domains import Ball, Box, Domain, Ellipsoid, PointSet
 from otattn.measures.shape import enclosing_center
 
@@ -202,10 +201,10 @@ class Seen:
             rounded = self._error(A, self.shape)
             best = least(best, spectral_norm_upper(B) + rounded + self._bias_norm)
             if c is not None:
-                best = least(best, _affine_norm(B, c, 1.0) + rounded + self.bias_error)
+                best = least(best, affine_norm(B, c, 1.0) + rounded + self.bias_error)
         elif c is not None and self.region.centred_points is None:
             best = least(
-                best, _affine_norm(A, c, self.R) + self.bias_error + self.form.error * self.form.norm_A * self.R
+                best, affine_norm(A, c, self.R) + self.bias_error + self.form.error * self.form.norm_A * self.R
             )
         if self.region.reach is not None or self.region.centred_points is not None:
             best = least(best, self._extreme_norm(self.form.A, self.bias) + self.bias_error)
@@ -343,17 +342,3 @@ def largest_norm(domain: Domain, *, exact: bool = False) -> Any:
 def see(form: Head, region: Region | Domain) -> Seen:
     """The numbers of a form on a domain."""
     return Seen(form, region if isinstance(region, Region) else Region.of(region, exact=form.exact))
-
-
-def _affine_norm(B: Any, c: Any, R: Any) -> Any:
-    """``max_{|x| <= R} |B x + c|``."""
-    if isinstance(B, np.ndarray):
-        unit = max(float(spectral_norm_upper(B)) * top(R), float(norm_upper(c)))
-        if unit == 0.0:
-            return 0.0
-        # squares: in units in which they are near one; the forms of the quadratic are rounded by much less than up() adds
-        square = max_quadratic((B.T / unit) @ (B / unit), 2.0 * ((B.T / unit) @ (c / unit)), R) + (c / unit) @ (
-            c / unit
-        )
-        return up(unit * math.sqrt(square * (1.0 + 8.0 * (len(c) + 8) * EPS)))
-    return np.sqrt(max_quadratic(B.T @ B, 2.0 * (B.T @ c), R) + c @ c)

@@ -43,8 +43,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, entropy_gap, numbers_of, unit_numbers
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_search import LEVELS, finer, refined
 from otattn.lipschitz.forms.own_pairs import OwnPairs

@@ -54,9 +54,9 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.heads import softmax_head
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
 from otattn.lipschitz.constants.rows import row_norm
-from otattn.lipschitz.constants.self_logit import UnitNumbers, form_reason, numbers_of, unit_numbers
+from otattn.lipschitz.constants.self_logit import form_reason
 from otattn.lipschitz.forms.anchor_rows import AnchorRows
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem

@@ -69,14 +69,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, ends, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import (
-    UnitNumbers,
-    form_reason,
-    least_stretch,
-    numbers_of,
-    psd_defect,
-    unit_numbers,
-)
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, unit_numbers
+from otattn.lipschitz.constants.self_logit import form_reason, least_stretch, psd_defect
 from otattn.lipschitz.forms.concentration import exponent
 from otattn.lipschitz.forms.self_coupling import gain
 from otattn.lipschitz.hypotheses import any_measure, every, order_two, softmax

@@ -52,7 +52,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from otattn._linalg import EPS, Array, mid
+from otattn._linalg import EPS, Array, mid, norm_upper
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
@@ -61,9 +61,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.heads import softmax_head
-from otattn.lipschitz.constants.self_logit import UnitNumbers, numbers_of
-from otattn.lipschitz.forms.pair_rows import Rows, largest, minus, times
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head
+from otattn.lipschitz.forms.pair_rows import Rows, largest, minus, size, times
 from otattn.lipschitz.forms.token_pairs import NAMES, Family, PairForms
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
@@ -114,6 +113,8 @@ class Pairs:
         other = self.families["own"](gap, lead, stretch, middle, swapped=True)
         both = times(gap, stretch)
         two = minus(both, lead)
+        loose = 8.0 * EPS * (size(both) + size(lead))  # a difference of floats may have lost its digits
+        two = two[0] - loose, two[1] + loose
         empty = (upper(lead[1] - two[0]) < 0) | np.any([upper(x) < 0 for x in (*left.values(), other)], axis=0)
         lengths = {
             k: unit * np.sqrt(np.maximum(x, 0.0) * gap[1])
@@ -179,7 +180,8 @@ class Stated:
             k = len(A)
             wide = np.eye(k, k + 1)
             A, c, V = make(wide.T) @ (A @ make(wide)), c @ make(wide), make(np.eye(k + 1))
-        noise = head.noise + (0.0 if head.exact else (form.error + 8.0 * len(V) * EPS) * top(head.a))
+        lost = 0.0 if head.exact else form.error + 8.0 * len(V) * EPS
+        noise = head.noise + lost * max(top(head.a), top(norm_upper(c)))
         forms = PairForms(A, c, V / (1.0 if v == 0.0 else v), top(head.a), noise)
         # no lead exceeds |g| |d|
         return cls(head, forms, plain, 2.0 * (1.0 + 1e-12) * max(top(head.top), 1e-300) / forms.unit)

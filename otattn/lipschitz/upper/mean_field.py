@@ -51,8 +51,9 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of
 from otattn.lipschitz.constants.rows import JointRows
-from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, least_stretch, numbers_of
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward

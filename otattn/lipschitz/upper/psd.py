@@ -84,14 +84,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import (
-    UnitNumbers,
-    form_reason,
-    least_stretch,
-    numbers_of,
-    psd_defect,
-    unit_numbers,
-)
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, unit_numbers
+from otattn.lipschitz.constants.self_logit import form_reason, least_stretch, psd_defect
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm

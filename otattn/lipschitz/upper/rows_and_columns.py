@@ -32,10 +32,9 @@ constraint, ``sum e_i^2 = 1``, ``e_i <= e_2`` for i > 2, and ``(gamma_i, lam_i)`
 **Under a causal mask** row i is a row of the tokens that it sees, itself among them: at most n, so the self-token entropy with
 ``tau_n`` stands, and its two tokens that move most move no more than those of all. The columns give ``T_n = n``, which says nothing.
 
-**On an ellipsoid** ``x = E z + b`` everything is said of z, ``|z| <= 1``, and only what multiplies ``eps_j`` stays in ``R^d``: the
-spread is that of z, ``tr C_i``, with the self-token entropy of ``<E^T g_i, z>`` (its lower bound may be in terms of ``|g_i|``, by the
-same proof, and ``|E^T g_i| <= ||E|| |g_i|``), ``sigma = max_{|u|=1} |V E u| |A^T E u|``. With ``w = V^T u``, ``|w| <= v``, in place of
-u, ``N_j = |w + <E^T w, y_j> g|`` and ``<E^T w, y_j>`` is ``||V E||`` times what it was: gamma becomes ``|g_i| ||V E|| / v``.
+**On an ellipsoid** ``x = E z + b`` all is said of z, ``|z| <= 1``, but for what multiplies ``eps_j``: the spread is that of z, with
+the self-token entropy of ``<E^T g_i, z>`` (bounded in terms of ``|g_i|``, by the same proof; ``|E^T g_i| <= ||E|| |g_i|``), ``sigma =
+max_{|u|=1} |V E u| |A^T E u|``. With ``w = V^T u`` in place of u, ``N_j = |w + <E^T w, y_j> g|``: gamma becomes ``|g_i| ||V E|| / v``.
 
 Any ``alpha, mu`` is valid, also one a cell; on a cell of ``(rho, theta)``, ``e_1 = rho cos theta``, ``e_2 = rho sin theta``,
 every term is monotone, so the corner with the largest e's in k and F, and the smallest rho in rem, bounds the cell.
@@ -61,7 +60,8 @@ from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, problem_function
 from otattn.lipschitz.constants._solve import integer, number
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import SelfLogit, UnitNumbers, numbers_of, spread_region
+from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of
+from otattn.lipschitz.constants.self_logit import SelfLogit, spread_region
 from otattn.lipschitz.hypotheses import every, order_two, softmax, tokens
 from otattn.lipschitz.theorem import prove, theorem
 from otattn.lipschitz.upper.softmax import columns_at_most
@@ -136,27 +136,22 @@ class Rows:
         with np.errstate(divide="ignore", invalid="ignore"):
             free = b**2 + b**2 / (shrink - 1)
         end = np.where((shrink > 1) & (b < k * (shrink - 1)), free, (k + b) ** 2 - shrink * k**2)
-        return np.minimum(
-            end, (k + b) ** 2 - np.minimum(shrink, 1.0) * k**2
-        )  # an interval around s = 1 divides by zero
+        # an interval around s = 1 divides by zero
+        return np.minimum(end, (k + b) ** 2 - np.minimum(shrink, 1.0) * k**2)
 
     def total(self, k: Any, e1: Any, e2: Any, rem: Any, alpha: Any, mu: Any) -> Any:
         """The bound at multipliers ``alpha, mu``; ``k (..., corners)``, the others broadcast to ``(...)``."""
         e1, e2, alpha, mu = (x[..., None] for x in (e1, e2, alpha, mu))
         value = alpha[..., 0] * self.T + self.peak(k, e1, alpha).max(axis=-1)
-        if self.n == 1:
-            return value
-        value = value + self.peak(k, e2, alpha).max(axis=-1)
+        if self.n > 1:
+            value = value + self.peak(k, e2, alpha).max(axis=-1)
         if self.n > 2:
-            b = self.diagonal
             with np.errstate(divide="ignore", invalid="ignore"):
-                # past the e where the inner maximum over x saturates, F(e) - mu e^2 is (k + b e)^2 - mu e^2 - const
-                vertex = np.where(mu > b**2, k * b / (mu - b**2), np.inf)
+                # past the e where the inner maximum saturates, F(e) - mu e^2 is (k + b e)^2 - mu e^2 - const
+                vertex = np.where(mu > self.diagonal**2, k * self.diagonal / (mu - self.diagonal**2), np.inf)
             rest = np.zeros(value.shape + (1,))
-            for e in (np.minimum(e2, np.where(np.isnan(vertex), np.inf, vertex)), e2 + 0 * k):
+            for e in (np.minimum(e2, np.where(np.isnan(vertex), np.inf, vertex)), e2 + 0 * k, 0 * e2):
                 rest = np.maximum(rest, self.peak(k, e, alpha) - mu * e**2)
-            zero = self.peak(k, 0 * e2, alpha)
-            rest = np.maximum(rest, zero)
             value = value + mu[..., 0] * rem + (self.n - 2) * rest.max(axis=-1)
         return value
 
@@ -189,8 +184,7 @@ class Search:
 
     def corner(self, lo: Any, hi: Any, *, exact: bool = False) -> tuple[Any, Any, Any, Any]:
         """``k, e1, e2, rem`` at the worst corner of each cell."""
-        rows = self.proof if exact and self.proof is not None else self.rows
-        wrap = lift if exact else np.asarray
+        rows, wrap = (self.proof or self.rows, lift) if exact else (self.rows, np.asarray)
         angles, where = np.unique(np.array([lo[1], hi[1]]), axis=1, return_inverse=True)
         low, high = wrap(angles[0]), wrap(angles[1])
         (r0, t0), (r1, t1) = ((wrap(x[0]), wrap(x[1])) for x in (lo, hi))
@@ -315,13 +309,12 @@ def rows_and_columns(attention: AttentionMap, domain: Domain, n: int, p: float, 
     >>> bound.value < 12, bound.verify()   # the published bound is 20.9
     (True, True)
     """
-    deep = effort == "deep"
+    deep, statement = effort == "deep", Statement(attention, domain, n, p)
     tol, atoms = (2e-3, 200) if deep else (1e-2, 80)
-    statement = Statement(attention, domain, n, p)
     head = numbers_of(statement, masked=None, shaped=True)
-    problem = {"head": head, "n": n, "atoms": atoms}
     if n == 1 or head.v == 0.0:
         return prove("row_bound", attention, domain, n, p)
+    problem = {"head": head, "n": n, "atoms": atoms}
     family = SelfLogit.default(head)
     edges = np.linspace(0.0, 1.0, 25)
     multipliers = {"nu": family.nu, "gap": family.gap, "edges": edges}

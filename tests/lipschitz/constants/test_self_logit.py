@@ -10,7 +10,8 @@ from scipy.special import lambertw
 from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.errors import CertificateError
 from otattn.lipschitz.constants.cells import HOPELESS, boxes, maximise, proved_below
-from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap, spread_region, unit_numbers
+from otattn.lipschitz.constants.heads import unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap, spread_region
 from otattn.measures import Ball, Box, Ellipsoid, PointSet
 
 

@@ -9,7 +9,7 @@ from relaxation_attacks import climb, in_ball
 
 import otattn as oa
 from otattn.lipschitz.arithmetic.intervals import lift
-from otattn.lipschitz.constants.self_logit import unit_numbers
+from otattn.lipschitz.constants.heads import unit_numbers
 from otattn.lipschitz.forms.concentration import exponent
 from otattn.lipschitz.forms.psd_mean_field import Columns, _bound, _numbers
 from otattn.lipschitz.forms.self_coupling import gain

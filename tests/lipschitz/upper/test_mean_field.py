@@ -10,8 +10,9 @@ from scipy.special import xlogy
 
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
+from otattn.lipschitz.constants.heads import unit_numbers
 from otattn.lipschitz.constants.rows import JointRows
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
 from otattn.lipschitz.upper.mean_field import Barycentre, heavy_share, mean_field

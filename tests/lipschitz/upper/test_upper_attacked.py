@@ -9,7 +9,8 @@ from relaxation_attacks import climb, in_ball
 from scipy.special import softmax, xlogy
 
 from otattn.attention import RotaryAttention, SoftmaxAttention
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch, unit_numbers
+from otattn.lipschitz.constants.heads import unit_numbers
+from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
 from otattn.lipschitz.forms.frontier_rows import frontier_rows
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
