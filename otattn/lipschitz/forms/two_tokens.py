@@ -62,7 +62,7 @@ from otattn.lipschitz.certificate import Statement, certify, dual_function, mult
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head
-from otattn.lipschitz.forms.pair_rows import Rows, largest, minus, size, times
+from otattn.lipschitz.forms.pair_rows import Rows, largest, size, times
 from otattn.lipschitz.forms.token_pairs import NAMES, Family, PairForms
 from otattn.lipschitz.hypotheses import every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
@@ -112,9 +112,8 @@ class Pairs:
         left = {k: f(gap, lead, stretch, middle) for k, f in self.families.items()}
         other = self.families["own"](gap, lead, stretch, middle, swapped=True)
         both = times(gap, stretch)
-        two = minus(both, lead)
         loose = 8.0 * EPS * (size(both) + size(lead))  # a difference of floats may have lost its digits
-        two = two[0] - loose, two[1] + loose
+        two = both[0] - lead[1] - loose, both[1] - lead[0] + loose
         empty = (upper(lead[1] - two[0]) < 0) | np.any([upper(x) < 0 for x in (*left.values(), other)], axis=0)
         lengths = {
             k: unit * np.sqrt(np.maximum(x, 0.0) * gap[1])
