@@ -207,25 +207,25 @@ class Seen:
                 best, affine_norm(A, c, self.R) + self.bias_error + self.form.error * self.form.norm_A * self.R
             )
         if self.region.reach is not None or self.region.centred_points is not None:
-            best = least(best, self._extreme_norm(self.form.A, self.bias) + self.bias_error)
+            best = least(best, self._extreme_gradient())
         return up(best)
 
-    def _extreme_norm(self, M: Any, shift: Any | None = None) -> Any:
-        """``max |M x + shift|`` over a centred box, row by row, or a finite set, point by point."""
-        M = _intervals(M)
-        zero = np.zeros(len(M)) if shift is None else _intervals(shift)
+    def _extreme_gradient(self) -> Any:
+        """The same for a box, row by row, or for a finite set, point by point."""
+        A = _intervals(self.form.A)
+        zero = np.zeros(len(A)) if self.bias is None else _intervals(self.bias)
         if self.region.reach is None:
             z = self._points(self.region.centred_points)
-            rows = z @ M.T + zero
+            rows = z @ A.T + zero
             sizes = np.sqrt((rows * rows).sum(axis=1)).max()
-            rounded = 0.0 if self.form.exact else self._error(z, M.T)
+            rounded = 0.0 if self.form.exact else self._error(z, A.T)
         else:
             # on the form's coordinates the box is the image of a box
-            M = M if self.form.basis is None else M @ _intervals(self.form.basis).T
+            M = A if self.form.basis is None else A @ _intervals(self.form.basis).T
             rows = np.abs(zero) + np.abs(M) @ self.region.reach
             sizes = np.sqrt((rows * rows).sum())
             rounded = 0.0 if self.form.exact else self._error(np.abs(M), self.region.reach[:, None])
-        return up(sizes) + rounded
+        return up(sizes) + rounded + self.bias_error
 
     @cached_property
     def t(self) -> Any:
@@ -241,8 +241,9 @@ class Seen:
     def value_radius(self) -> Any:
         """At least half the range of every ``<u, V x>``, ``|u| = 1``, on the domain: so no standard deviation is larger."""
         best = product(self.v, self.region.half_diameter)
-        if self.region.reach is not None or self.region.centred_points is not None:
-            best = least(best, self._extreme_norm(self.form.V))
+        lengths = None if is_zero(best) else self._extreme_lengths(self.form.V)
+        if lengths is not None:
+            best = least(best, up(lengths.max()) * (0.5 if self.region.reach is None else 1.0))
         if self.shape is None:
             return best
         return least(best, spectral_norm_upper(self.form.V @ self.shape) + self._error(self.form.V, self.shape))
@@ -285,31 +286,30 @@ class Seen:
             # lengths first: the product of two small matrices may not be a float
             R = top(self.R)
             best = product(max_norm_product(form.V * R, form.A * R), (1.0 + 2.0 * form.error) ** 2)
-        extreme = self._extreme_pairs()
-        if extreme is not None:
-            q1, q2, factor = extreme
-            best = least(best, product(balanced_minimum(q1, q2), factor))
+        q1, q2 = self._extreme_lengths(form.V), self._extreme_lengths(form.A.T)
+        if q1 is not None and q2 is not None:
+            best = least(best, product(balanced_minimum(q1, q2), 1.0 / 16.0 if self.region.reach is None else 0.25))
         return up(best)
 
-    def _extreme_pairs(self) -> tuple[Any, Any, float] | None:
-        """``|V d|`` and ``|A^T d|`` over the pairs of points, or of vertices, and the factor of their balanced square."""
-        V, A, domain = _intervals(self.form.V), _intervals(self.form.A), self.region.domain
+    def _extreme_lengths(self, M: Any) -> Any | None:
+        """``|M d|`` over the differences d of two points, or over the vertices d of a centred box; None where they are many."""
+        domain, M = self.region.domain, _intervals(M)
         if isinstance(domain, Box) and domain.dim <= VERTEX_LIMIT:
             # opposite vertices: half of the sign patterns is enough
             bits = np.arange(2 ** (domain.dim - 1))[:, None] >> np.arange(domain.dim) & 1
             corners = self._points((2.0 * bits - 1.0) * self.region.reach)
-            d1, d2, factor = corners @ V.T, corners @ A, 0.25
-            q1, q2 = (np.sqrt((d * d).sum(axis=1)) for d in (d1, d2))
+            images = corners @ M.T
+            lengths = np.sqrt((images * images).sum(axis=1))
         elif self.region.centred_points is not None and len(self.region.centred_points) <= PAIR_LIMIT:
             corners = self._points(self.region.centred_points)
-            q1, q2, factor = _pair_lengths(corners @ V.T), _pair_lengths(corners @ A), 1.0 / 16.0
+            lengths = _pair_lengths(corners @ M.T)
         else:
             return None
         if self.form.exact:
-            return q1, q2, factor
+            return lengths
         # the images of the points were rounded, and so were the points
-        noise = 8.0 * (len(A) + 4) * EPS * float(norm_upper(np.abs(corners).max(axis=0)))
-        return q1 + noise * norm_upper(V), q2 + noise * norm_upper(A), factor
+        noise = 8.0 * (corners.shape[1] + 4) * EPS * float(norm_upper(np.abs(corners).max(axis=0)))
+        return lengths + noise * norm_upper(M)
 
     @cached_property
     def kappa(self) -> Any:

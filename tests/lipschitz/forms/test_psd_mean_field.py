@@ -222,7 +222,7 @@ def test_values(a, most):
     bound = psd_mean_field(head(a, 3), radius=1.0)
     assert bound.value < most
     assert bound.verify()
-    assert bound.value < 0.97 * mean_field(head(a, 3), radius=1.0).value
+    assert bound.value < 0.98 * mean_field(head(a, 3), radius=1.0).value
     assert not replace(bound, value=0.99 * bound.value).verify()
 
 
