@@ -19,6 +19,7 @@ from otattn.attention.single_head import SingleHead
 from otattn.lipschitz import bounds
 from otattn.lipschitz.local.splitting import splitting_part
 from otattn.lipschitz.theorem import THEOREMS
+from otattn.measures.domains import Ball
 from otattn.models import Transformer
 from otattn.models.layer import ModelLayer
 from otattn.operators.threads import single_blas_thread
@@ -58,7 +59,9 @@ def measure_head(
         particle = _particles(reduced, spans, tol)
         splitting = np.array([[splitting_part(reduced, reduced.as_measure(z)) for z in Z] for Z in spans]).T
     radii = np.stack([np.linalg.norm(X, axis=2).max(axis=1) for X in seen], axis=1)
-    upper = [_bounds(reduced, float(R), X.shape[1]) for R, X in zip(radii.max(axis=0), seen, strict=True)]
+    largest = radii.max(axis=0).tolist()
+    balls = {R: Ball(R) for R in largest}  # what a head sees of one and the same ball is found once
+    upper = [_bounds(reduced, balls[R], X.shape[1]) for R, X in zip(largest, seen, strict=True)]
     ratios = np.zeros(0)
     if n_pairs:
         sampler = window_pairs(whole, max(1, whole.shape[1] // 2), causal=head.causal)
@@ -104,9 +107,9 @@ def _particles(head: AttentionMap, spans: list[Array], tol: float) -> Array:
     return np.array(found).T
 
 
-def _bounds(head: AttentionMap, radius: float, n: int) -> tuple[float, float]:
+def _bounds(head: AttentionMap, ball: Ball, n: int) -> tuple[float, float]:
     """The published upper bound for n tokens (nan where there is none) and the least of our own."""
-    found = [b for b in bounds.table(head, radius=radius, n=n) if b.kind == "upper"]
+    found = [b for b in bounds.table(head, domain=ball, n=n) if b.kind == "upper"]
     published = [b.value for b in found if THEOREMS[b.theorem].published and b.n == n]
     return min(published, default=math.nan), min(b.value for b in found if not THEOREMS[b.theorem].published)
 
