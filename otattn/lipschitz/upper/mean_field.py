@@ -109,17 +109,21 @@ class Barycentre:
             best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
         return best
 
+    def cell(self, lo: Any, hi: Any) -> tuple[Any, Any, Any]:
+        """The least r, the bound of f, and Gam on cells of (r, q)."""
+        (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
+        g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
+        if self.rigid:
+            g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
+        Gam = np.minimum(self.head.top**2, g1**2 + self.head.a**2 * (1 - r0**2))
+        return r0, self.excess(r0, r1, g0, g1), Gam
+
     def entropy_bound(self, s1: float, s2: float) -> CellBound:
         """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
-        a, largest = self.head.a, self.head.top
 
         def bound(lo: Any, hi: Any) -> Array:
-            (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
-            g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
-            if self.rigid:
-                g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
-            Gam = np.minimum(largest**2, g1**2 + a**2 * (1 - r0**2))
-            value = self.excess(r0, r1, g0, g1) + s1 * np.log1p(2 * np.sqrt(Gam))
+            r0, excess, Gam = self.cell(lo, hi)
+            value = excess + s1 * np.log1p(2 * np.sqrt(Gam))
             if s2 > 0:
                 value = value + s2 * np.log1p(heavy_share(r0, s2) * Gam)
             return np.asarray(upper(value))
@@ -128,15 +132,10 @@ class Barycentre:
 
     def joint_bound(self, rows: JointRows) -> CellBound:
         """Bound of ``f`` and the weights of joint rows on cells of (r, q)."""
-        a, largest = self.head.a, self.head.top
 
         def bound(lo: Any, hi: Any) -> Array:
-            (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
-            g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
-            if self.rigid:
-                g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
-            Gam = np.minimum(largest**2, g1**2 + a**2 * (1 - r0**2))
-            return np.asarray(upper(self.excess(r0, r1, g0, g1) + rows.log_weight(lo[0], Gam)))
+            _, excess, Gam = self.cell(lo, hi)
+            return np.asarray(upper(excess + rows.log_weight(lo[0], Gam)))
 
         return bound
 
