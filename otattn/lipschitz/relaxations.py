@@ -6,6 +6,7 @@ from otattn.lipschitz.constants.field import field_certificate
 from otattn.lipschitz.constants.self_entropy import row_certificate, self_entropy
 from otattn.lipschitz.constants.simplex import interval_simplex
 from otattn.lipschitz.forms.frontier_rows import frontier_rows
+from otattn.lipschitz.forms.logit_gap import logit_gap
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
 from otattn.lipschitz.forms.two_tokens import two_tokens
@@ -20,6 +21,7 @@ __all__ = [
     "field_certificate",
     "frontier_rows",
     "interval_simplex",
+    "logit_gap",
     "mean_field",
     "near_tokens",
     "negative_identity",
