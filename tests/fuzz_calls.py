@@ -331,6 +331,10 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.02,
             lambda: oa.relaxations.psd_mean_field(g.softmax(), radius=size["radius"](), effort=g.number("fast")).value,
         ),
+        "relaxations.logit_gap": (
+            0.02,
+            lambda: oa.relaxations.logit_gap(g.softmax(), radius=size["radius"](), effort=g.number("fast")).value,
+        ),
         "relaxations.negative_identity": (
             0.02,
             lambda: (

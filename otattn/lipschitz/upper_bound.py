@@ -137,6 +137,7 @@ _RULES: dict[str, _Rule] = {
     "frontier_rows": _rows_of_a_form,
     "mean_field": _columns_count(lambda kappa: -0.5),
     "psd_mean_field": _columns_count(math.log1p),
+    "logit_gap": _columns_count(lambda kappa: math.log(0.35 * kappa + 1e-300)),
 }
 """When a relaxation is tried for a softmax head; the others always are."""
 

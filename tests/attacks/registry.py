@@ -142,6 +142,7 @@ RUNS = {
     "enclose_lipschitz": 1,
     "relaxations.negative_identity": 3,
     "relaxations.psd_mean_field": 2,
+    "relaxations.logit_gap": 2,
     "relaxations.frontier_rows": 2,
     "enclosure_table": 1,
     "bounds.fixed_query_bound": 5,

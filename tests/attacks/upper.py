@@ -267,6 +267,11 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
             {"kinds": ("softmax",), "forms": POSITIVE, "plain": True, "any_measure": None, **BALL},
         ),
         (
+            "relaxations.logit_gap",
+            lambda q: R.logit_gap(q.ours, domain=q.region.domain),
+            {"kinds": SOFTMAX, "any_measure": None, **SMALL},
+        ),
+        (
             "relaxations.negative_identity",
             lambda q: R.negative_identity(q.ours, domain=q.region.domain, n=q.n),
             {"kinds": ("softmax",), "forms": NEGATIVE, "plain": True, "any_measure": False, **BALL, "sizes": (3, 4, 6)},

@@ -71,6 +71,7 @@ DEAR = [
     "two_tokens-plain-Ball",
     "mean_field-plain-Ball-2.0",
     "psd_mean_field",
+    "logit_gap",
     "psd",
     "negative_identity",
     "frontier_rows",
@@ -123,7 +124,9 @@ def fresh(bound: Bound) -> float:
     if name == "at_measure_bound":
         return float(bounds.at_measure_bound(bound.attention, bound.domain))
     function = getattr(bounds, name, None) or getattr(relaxations, name)
-    n = None if name in ("mean_field", "psd_mean_field") else bound.n  # a bound for any measure is one for n tokens
+    n = (
+        None if name in ("mean_field", "psd_mean_field", "logit_gap") else bound.n
+    )  # a bound for any measure is one for n tokens
     return float(function(bound.attention, domain=bound.domain, n=n, p=bound.p))
 
 
@@ -138,6 +141,7 @@ def true(bound: Bound) -> None:
         "frontier_rows": 2e-2,
         "mean_field": 2e-2,
         "psd_mean_field": 5e-3,
+        "logit_gap": 2e-2,
         "field_certificate": 2e-3,
     }.get(bound.theorem, 1e-9)
     assert fresh(bound) <= bound.value * (1 + room), "a recheck proves less than the public function needs"

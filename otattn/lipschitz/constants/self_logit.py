@@ -24,6 +24,9 @@ subtracted term is ``(s + L)/(1 + e^s)``, ``L = log(n-1)``; its maximum solves `
 
 .. math:: \lambda_{\max}(C_i) \le \operatorname{tr} C_i \le 1 - |m_i|^2
           \le 1 - \bigl((\langle g_i, z_i\rangle - \tau_n)_+ / |g_i|\bigr)^2 .
+
+**Barycentres.** A measure alpha on the ball of mean xbar has ``E|g_x|^2 = |g(xbar)|^2 + E|A (x - xbar)|^2 <= |g(xbar)|^2 + a^2 (1 -
+|xbar|^2)``; the self-logit inequality bounds ``f(xbar) = |g(xbar)| - <g(xbar),xbar>``.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix, proves_psd
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.certificate import multiplier
+from otattn.lipschitz.constants.cells import boxes, ends
 from otattn.lipschitz.constants.heads import UnitNumbers
 
 
@@ -252,3 +256,51 @@ def form_reason(head: UnitNumbers, *, semidefinite: bool = True) -> str | None:
             f"{np.linalg.norm(A - A.T) / 2:g} and a least eigenvalue {np.linalg.eigvalsh(0.5 * (A + A.T))[0]:g} (times R^2)"
         )
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class Barycentre:
+    """Cells of ``(r, q)``: ``|xbar| = r`` and ``|g(xbar)|`` at the fraction q between its least and largest value at r."""
+
+    head: UnitNumbers
+    family: SelfLogit
+    least: float
+    """Lower bound of ``|A x| / |x|``."""
+
+    @classmethod
+    def of(cls, head: UnitNumbers, family: SelfLogit) -> Barycentre:
+        """That of a head, with these multipliers."""
+        return cls(head, family, least_stretch(head))
+
+    def gamma(self, r: Any, q: Any) -> Any:
+        """``|g|``: increasing in r and in q."""
+        size = norm_upper(self.head.c) + self.head.noise
+        high = np.minimum(self.head.top, self.head.a * r + size)
+        return (1 - q) * np.minimum(high, np.maximum(self.least * r - size, 0.0)) + q * high
+
+    @property
+    def rigid(self) -> bool:
+        """True when ``|g|`` is a function of r: then q is 1."""
+        return self.head.centred and self.least >= top(self.head.a) * (1 - 1e-13)
+
+    def boxes(self, count: int) -> tuple[Array, Array]:
+        """Cells of (r, q)."""
+        edges = np.linspace(0, 1, count + 1)
+        return boxes(edges, np.ones(2) if self.rigid else edges)
+
+    def excess(self, r0: Any, r1: Any, g0: Any, g1: Any) -> Any:
+        """Upper bound of ``f = |g| - <g,x>`` on each cell; exact in ``|g|`` for each multiplier."""
+        best = g1 * (1.0 + r1)
+        for nu, lam, const in self.family.members():
+            g = np.clip((lift(0.5) if self.head.exact else 0.5) / nu, g0, g1) if nu > 0 else g1
+            best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
+        return best
+
+    def cell(self, lo: Any, hi: Any) -> tuple[Any, Any, Any]:
+        """The least r, the bound of f, and Gam on cells of (r, q)."""
+        (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
+        g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
+        if self.rigid:
+            g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
+        Gam = np.minimum(self.head.top**2, g1**2 + self.head.a**2 * (1 - r0**2))
+        return r0, self.excess(r0, r1, g0, g1), Gam

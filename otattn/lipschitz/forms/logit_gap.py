@@ -1,9 +1,9 @@
 r"""The mean-field constant by weights that grow with the gap of a logit to the row's largest.
 
-Notation of :mod:`otattn.lipschitz.upper.mean_field` on the unit ball at p = 2: ``a = ||A||``, ``G_x = |g_x|``, ``G_1 = max |g|``, ``|V D
-eps(x)| <= sigma |eps(x)|``, ``f(x) = |g(x)| - <g(x),x>``. There a row charges every column with all of its spread: the worst row puts
-its mass on two tokens, and the column that is charged for it holds nothing. Here a column pays the more for a row the closer its
-logit is to the row's largest. This wins where f is largest on the sphere, so that alpha is nearly a point.
+Notation of :mod:`otattn.lipschitz.upper.mean_field` on the unit ball at p = 2: ``a = ||A||``, ``G_x = |g_x|``, ``G_1 = max |g|``,
+``|V D eps(x)| <= sigma |eps(x)|``, ``f(x) = |g(x)| - <g(x),x>``. There a row charges every column with all of its spread: the worst
+row puts its mass on two tokens, and the column that is charged for it holds nothing. Here a column pays the more for a row the
+closer its logit is to the row's largest. This wins where f is largest on the sphere, so that alpha is nearly a point.
 
 **Row.** With ``chi_x(y) = e^{-rate (G_x - <g_x,y>)}``, at most 1, and ``|V^T u + <y - m_x, V^T u> g_x| <= v (1 + G_x |y - m_x|)``,
 Cauchy-Schwarz gives
@@ -17,21 +17,22 @@ so ``Lip <= sigma + v (sup_y T(y))^{1/2}``, ``T(y) = int k(x,y) Lambda_x / chi_x
 
 .. math:: \log T \le f(\bar x) + rate\,(E_\alpha G_x - \gamma) + E_\alpha[\log\Lambda_x - KL(\alpha|P_x)] ,
 
-since ``(1 - rate) <g(xbar), y> <= (1 - rate) gamma``; and ``E_alpha G_x <= Gam^{1/2}``, ``Gam >= E_alpha G_x^2`` as there. Let e be the
-direction of xbar and ``b(y) = e^{-sharp (1 - <e,y>)}``. The variational formula of the divergence with ``log b``, affine, gives
+since ``(1 - rate) <g(xbar), y> <= (1 - rate) gamma``; and ``E_alpha G_x <= Gam^{1/2}``, ``Gam >= E_alpha G_x^2`` as there. Let e be
+the direction of xbar and ``b(y) = e^{-sharp (1 - <e,y>)}``. The variational formula of the divergence with ``log b``, affine, gives
 
 .. math:: -KL(\alpha|P_x) \le \log E_{P_x} b - E_\alpha \log b = \log E_{P_x} b + sharp\,(1 - \rho) .
 
-Hence ``log Lambda_x - KL <= log W(G_x, psi_x) + sharp (1 - rho)``, W the supremum of :mod:`otattn.lipschitz.forms.pole_law` and psi_x the
-angle between e and ``g_x``.
+Hence ``log Lambda_x - KL <= log W(G_x, psi_x) + sharp (1 - rho)``, W the supremum of :mod:`otattn.lipschitz.forms.pole_law` and
+psi_x the angle between e and ``g_x``.
 
 **Average.** Let ``z_x = <g_x,e> = G_x cos(psi_x)`` and ``U = 1 + G_1``. If for all G and psi
 
 .. math:: W(G, \psi) \le U^2 \bigl(w_0 + w_1 z/G_1 + w_2 (z/G_1)^2 + w_3 (G/G_1)^2\bigr), \qquad w_2, w_3 \ge 0,
 
-then, by Jensen, ``E_alpha log W <= log E_alpha W``, with ``E z_x = zbar = <g(xbar),e> = (gamma - f(xbar))/rho``, ``E z_x^2 <= zbar^2 + a^2
-(1 - rho^2)``, ``E G_x^2 <= Gam``. The w_0 of given ``w_1, w_2, w_3`` is a maximum over ``(G, psi, D)``. On a cell of ``(rho, gamma)`` zbar runs
-over pieces of ``[-gamma, gamma]``, on each of which ``f = gamma - rho zbar``, besides the bound of f by the self-logit inequality.
+then, by Jensen, ``E_alpha log W <= log E_alpha W``, with ``E z_x = zbar = <g(xbar),e> = (gamma - f(xbar))/rho``, ``E z_x^2 <= zbar^2
++ a^2 (1 - rho^2)``, ``E G_x^2 <= Gam``. The w_0 of given ``w_1, w_2, w_3`` is a maximum over ``(G, psi, D)``. On a cell of ``(rho,
+gamma)`` zbar runs over pieces of ``[-gamma, gamma]``, on each of which ``f = gamma - rho zbar``, besides the bound of f by the
+self-logit inequality.
 """
 
 from __future__ import annotations
@@ -48,17 +49,16 @@ from scipy.optimize import linprog, minimize
 from otattn._linalg import Array
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
-from otattn.lipschitz.arithmetic.rounding import safe_exp, top
+from otattn.lipschitz.arithmetic.rounding import log, log_sum, safe_exp, top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number
 from otattn.lipschitz.constants.cells import boxes, ends, maximise, proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, unit_numbers
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
+from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit
 from otattn.lipschitz.forms.pole_law import product_bound
 from otattn.lipschitz.hypotheses import any_measure, every, order_two, softmax
 from otattn.lipschitz.theorem import theorem
-from otattn.lipschitz.upper.mean_field import Barycentre, log_bound
 from otattn.measures.domains import Domain
 
 _EDGES = np.linspace(-1.0, 1.0, 33)[:, None]
@@ -136,7 +136,11 @@ class GapRows:
         z0, z1 = (head.top * x for x in ends(_EDGES[:-1], _EDGES[1:], self.exact))
         f = np.minimum(excess, g1 - np.minimum(r0 * z0, r1 * z0))
         # f = gamma - rho zbar does not exceed its bound
-        none = (lower(z0) > upper(g1)) | (upper(z1) < -upper(g1)) | (lower(g0 - np.maximum(r0 * z1, r1 * z1)) > upper(excess))
+        none = (
+            (lower(z0) > upper(g1))
+            | (upper(z1) < -upper(g1))
+            | (lower(g0 - np.maximum(r0 * z1, r1 * z1)) > upper(excess))
+        )
         f = np.where(none, -math.inf, f)
         gap = self.rate * np.maximum(np.minimum(head.top, np.sqrt(Gam)) - g0, 0.0) + self.sharp * (1.0 - r0)
         w0, w1, w2, w3 = (lift(w) if self.exact else w for w in self.weights)
@@ -166,7 +170,14 @@ class _Samples:
         r, _, gamma, _, excess, Gam = rows.cell(at, at)
         head = self.field.head
         zbar = np.clip((gamma - excess) / np.maximum(r, 1e-9), -gamma, gamma) / head.top
-        E = np.stack([np.ones_like(r), zbar, zbar**2 + (head.a / head.top) ** 2 * (1.0 - r**2), np.minimum(1.0, Gam / head.top**2)])
+        E = np.stack(
+            [
+                np.ones_like(r),
+                zbar,
+                zbar**2 + (head.a / head.top) ** 2 * (1.0 - r**2),
+                np.minimum(1.0, Gam / head.top**2),
+            ]
+        )
         level = excess + rate * np.maximum(np.minimum(head.top, np.sqrt(Gam)) - gamma, 0.0) + sharp * (1.0 - r)
         # least s for which every barycentre has E . w <= s e^{-level}, in units of the largest level
         above = level > level.max() - 9.0
@@ -197,13 +208,11 @@ class _Samples:
 
 
 def _field(head: UnitNumbers, multipliers: Mapping[str, Array]) -> Barycentre:
-    return Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
+    return Barycentre.of(head, SelfLogit.of(head, multipliers))
 
 
 def _fails(head: UnitNumbers) -> str | None:
     """Why the head is none of this theorem."""
-    if head.own is not None:
-        return "the domain must not be an ellipsoid"
     if not (top(head.v) > 1e-290 and top(head.a) > 0.0 and _RANGE[0] <= top(head.top) <= _RANGE[1]):
         return f"V must not be zero, max |g| on the unit ball must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {top(head.top):g}"
     return None
@@ -233,7 +242,13 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     proved = proved_below(rows.law, *rows.cover(), target=float(weights[0]), max_cells=2 * _LAWS["deep"])
     raised = replace(rows, weights=np.array([max(_raised(weights[0]), proved), *weights[1:]]))
     found = proved_below(raised.bound, *raised.field.boxes(24), target=problem["target"], max_cells=2 * _CELLS)
-    return safe_exp(log_bound(head, 2.0, lift(found) if head.exact else found))
+    return safe_exp(_log_bound(head, found))
+
+
+def _log_bound(head: UnitNumbers, log_T: float) -> Any:
+    """``log(sigma + v T^{1/2})``."""
+    power = lift(log_T) if head.exact else log_T + 1e-12 * (1.0 + abs(log_T))
+    return log_sum(log(head.sigma), log(head.v) + 0.5 * power)
 
 
 def _raised(w: float) -> float:
@@ -243,7 +258,7 @@ def _raised(w: float) -> float:
 @theorem(
     "logit_gap",
     statement="sigma + v T^{1/2}, T by weights that grow with the gap of a logit to the row's largest",
-    hypotheses="softmax without a mask, max |g| R in [2, 300]; any domain but an ellipsoid; any measure; p = 2",
+    hypotheses="softmax without a mask, max |g| R in [2, 300]; any domain; any measure; p = 2",
     applies=every(softmax(masked=False), any_measure, order_two, _moderate),
     closed=False,
 )
@@ -290,6 +305,6 @@ def logit_gap(attention: AttentionMap, domain: Domain, n: int | None, p: float, 
         multipliers=multipliers | given,
         solver="branch and bound",
         solver_status=found.status(tol),
-        solver_value=safe_exp(float(log_bound(head, 2.0, found.seen))),
+        solver_value=safe_exp(float(_log_bound(head, found.seen))),
         details={"kappa": head.kappa, "sigma": head.sigma, "laws": law.cells},
     )

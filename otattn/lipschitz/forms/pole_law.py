@@ -10,8 +10,8 @@ and p' are at an angle of at most ``w + w' <= pi``, and ``|y - y'|^2 <= l^2 + l'
 with ``l = 2 cos w``; ``sin w' = sqrt(1 - l'^2/4)`` is concave in ``l'``. QED.
 
 Let e be a unit vector at the angle psi from the pole and ``b(y) = e^{-sharp (1 - <e,y>)}``. By the same cone ``<e, y> = cos psi -
-<e, p>`` is at most ``t(l) = cos psi - l cos(min(pi, psi + w))``: that is ``cos(psi - 2 arcsin(l/2))``, or ``cos psi + l`` where ``psi + w >
-pi``.
+<e, p>`` is at most ``t(l) = cos psi - l cos(min(pi, psi + w))``: that is ``cos(psi - 2 arcsin(l/2))``, or ``cos psi + l`` where ``psi
++ w`` exceeds pi.
 
 **What is bounded.** For a ``rate`` in [0, 1]
 
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import lift, upper
+from otattn.lipschitz.arithmetic.intervals import lift
 
 Ends = tuple[Array, Array]
 

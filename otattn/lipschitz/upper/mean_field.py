@@ -50,10 +50,10 @@ from otattn.lipschitz.arithmetic.rounding import is_zero, log, log_sum, safe_exp
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
-from otattn.lipschitz.constants.cells import CellBound, Maximum, boxes, ends, maximise, proved_below
+from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of
 from otattn.lipschitz.constants.rows import JointRows
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
+from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
 from otattn.lipschitz.upper.softmax import outward
@@ -76,68 +76,27 @@ def heavy_share(rho: Any, s: float) -> Any:
     return 4.0 * ((p + s) / whole) * ((rest + s) / whole) * np.exp(-kl / s)
 
 
-@dataclass(frozen=True, eq=False)
-class Barycentre:
-    """Cells of ``(r, q)``: ``|xbar| = r`` and ``|g(xbar)|`` at the fraction q between its least and largest value at r."""
+def entropy_bound(field: Barycentre, s1: float, s2: float) -> CellBound:
+    """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
 
-    head: UnitNumbers
-    family: SelfLogit
-    least: float
-    """Lower bound of ``|A x| / |x|``."""
+    def bound(lo: Any, hi: Any) -> Array:
+        r0, excess, Gam = field.cell(lo, hi)
+        value = excess + s1 * np.log1p(2 * np.sqrt(Gam))
+        if s2 > 0:
+            value = value + s2 * np.log1p(heavy_share(r0, s2) * Gam)
+        return np.asarray(upper(value))
 
-    def gamma(self, r: Any, q: Any) -> Any:
-        """``|g|``: increasing in r and in q."""
-        size = norm_upper(self.head.c) + self.head.noise
-        high = np.minimum(self.head.top, self.head.a * r + size)
-        return (1 - q) * np.minimum(high, np.maximum(self.least * r - size, 0.0)) + q * high
+    return bound
 
-    @property
-    def rigid(self) -> bool:
-        """True when ``|g|`` is a function of r: then q is 1."""
-        return self.head.centred and self.least >= top(self.head.a) * (1 - 1e-13)
 
-    def boxes(self, count: int) -> tuple[Array, Array]:
-        """Cells of (r, q)."""
-        edges = np.linspace(0, 1, count + 1)
-        return boxes(edges, np.ones(2) if self.rigid else edges)
+def joint_bound(field: Barycentre, rows: JointRows) -> CellBound:
+    """Bound of ``f`` and the weights of joint rows on cells of (r, q)."""
 
-    def excess(self, r0: Any, r1: Any, g0: Any, g1: Any) -> Any:
-        """Upper bound of ``f = |g| - <g,x>`` on each cell; exact in ``|g|`` for each multiplier."""
-        best = g1 * (1.0 + r1)
-        for nu, lam, const in self.family.members():
-            g = np.clip((lift(0.5) if self.head.exact else 0.5) / nu, g0, g1) if nu > 0 else g1
-            best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
-        return best
+    def bound(lo: Any, hi: Any) -> Array:
+        _, excess, Gam = field.cell(lo, hi)
+        return np.asarray(upper(excess + rows.log_weight(lo[0], Gam)))
 
-    def cell(self, lo: Any, hi: Any) -> tuple[Any, Any, Any]:
-        """The least r, the bound of f, and Gam on cells of (r, q)."""
-        (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
-        g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
-        if self.rigid:
-            g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
-        Gam = np.minimum(self.head.top**2, g1**2 + self.head.a**2 * (1 - r0**2))
-        return r0, self.excess(r0, r1, g0, g1), Gam
-
-    def entropy_bound(self, s1: float, s2: float) -> CellBound:
-        """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
-
-        def bound(lo: Any, hi: Any) -> Array:
-            r0, excess, Gam = self.cell(lo, hi)
-            value = excess + s1 * np.log1p(2 * np.sqrt(Gam))
-            if s2 > 0:
-                value = value + s2 * np.log1p(heavy_share(r0, s2) * Gam)
-            return np.asarray(upper(value))
-
-        return bound
-
-    def joint_bound(self, rows: JointRows) -> CellBound:
-        """Bound of ``f`` and the weights of joint rows on cells of (r, q)."""
-
-        def bound(lo: Any, hi: Any) -> Array:
-            _, excess, Gam = self.cell(lo, hi)
-            return np.asarray(upper(excess + rows.log_weight(lo[0], Gam)))
-
-        return bound
+    return bound
 
 
 def _orders(p: float) -> tuple[float, float]:
@@ -149,7 +108,7 @@ def _enrich(head: UnitNumbers, family: SelfLogit, at: Maximum) -> SelfLogit:
     if top(head.a) < 1e-100:  # the gradients are constant as far as it matters
         return family
     r, q = 0.5 * (at.lo + at.hi)
-    g = float(Barycentre(head, family, least_stretch(head)).gamma(np.array(r), np.array(q)))
+    g = float(Barycentre.of(head, family).gamma(np.array(r), np.array(q)))
     size = float(norm_upper(head.c))
 
     def known(family: SelfLogit) -> Array:
@@ -182,8 +141,8 @@ def entropy_cells(
     head: UnitNumbers, p: float, multipliers: Mapping[str, Array], rows: JointRows | None = None
 ) -> tuple[CellBound, tuple[Array, Array]]:
     """The bound of ``log sup T`` by entropy on cells, of joint rows where they are given, and cells that cover everything."""
-    field = Barycentre(head, SelfLogit.of(head, multipliers), least_stretch(head))
-    return (field.entropy_bound(*_orders(p)) if rows is None else field.joint_bound(rows)), field.boxes(24)
+    field = Barycentre.of(head, SelfLogit.of(head, multipliers))
+    return (entropy_bound(field, *_orders(p)) if rows is None else joint_bound(field, rows)), field.boxes(24)
 
 
 def _rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
@@ -203,12 +162,12 @@ def _joint(head: UnitNumbers, p: float, family: SelfLogit) -> JointRows | None:
     """Joint rows with a good excess: the least bound over points, with coarse weights."""
     if p != 2.0 or not _squares(head):
         return None
-    field = Barycentre(head, family, least_stretch(head))
+    field = Barycentre.of(head, family)
     points = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 33))).reshape(2, -1)
 
     def loss(t: float) -> float:
         rows = _rows(head, math.exp(t), places=32, shares=128)
-        return float(rows.log_square(float(np.max(field.joint_bound(rows)(points, points)))))
+        return float(rows.log_square(float(np.max(joint_bound(field, rows)(points, points)))))
 
     best = minimize_scalar(loss, bounds=(-5.0, 8.0), method="bounded", options={"xatol": 0.05})
     return _rows(head, math.exp(float(best.x)))

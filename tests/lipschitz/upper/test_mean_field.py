@@ -12,10 +12,10 @@ from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
 from otattn.lipschitz.constants.heads import unit_numbers
 from otattn.lipschitz.constants.rows import JointRows
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
+from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit, least_stretch
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
-from otattn.lipschitz.upper.mean_field import Barycentre, heavy_share, mean_field
+from otattn.lipschitz.upper.mean_field import entropy_bound, heavy_share, joint_bound, mean_field
 from otattn.measures import Ball, Ellipsoid
 
 GRID = np.linspace(0.0, 1.0, 20_001)[1:-1]
@@ -127,7 +127,7 @@ def test_joint_rows_on_random_measures():
             r, gamma = np.linalg.norm(xbar, axis=1), np.linalg.norm(xbar @ A.T, axis=1)
             low, high = (field.gamma(r, np.full(n, q)) for q in (0.0, 1.0))
             at = np.array([r, np.clip((gamma - low) / np.maximum(high - low, 1e-300), 0.0, 1.0)])
-            bound = field.joint_bound(rows)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))
+            bound = joint_bound(field, rows)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))
             assert (log_T <= bound + 1e-9).all()
             tight = max(tight, float((log_T - bound).max()))
     assert tight > -0.5
@@ -150,8 +150,8 @@ def test_cells_dominate_their_points(name):
     A, V = FORMS[name]
     head = unit_numbers(SoftmaxAttention(6.0 * A, V), 1.0)
     field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
-    joint = field.joint_bound(JointRows(head.a, head.top, 1.0, 0.7))
-    for bound in (field.entropy_bound(0.0, 1.0), field.entropy_bound(0.6, 0.4), joint):
+    joint = joint_bound(field, JointRows(head.a, head.top, 1.0, 0.7))
+    for bound in (entropy_bound(field, 0.0, 1.0), entropy_bound(field, 0.6, 0.4), joint):
         lo = 0.9 * rng.random((2, 200))
         hi = np.minimum(1.0, lo + 0.2 * rng.random((2, 200)))
         whole = bound(lo, hi)

@@ -10,7 +10,7 @@ from scipy.special import softmax, xlogy
 
 from otattn.attention import RotaryAttention, SoftmaxAttention
 from otattn.lipschitz.constants.heads import unit_numbers
-from otattn.lipschitz.constants.self_logit import SelfLogit, least_stretch
+from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit
 from otattn.lipschitz.forms.frontier_rows import frontier_rows
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
@@ -18,7 +18,7 @@ from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.lower.charts import forms_of
 from otattn.lipschitz.lower.clusters import Configuration
 from otattn.lipschitz.relaxations import field_certificate
-from otattn.lipschitz.upper.mean_field import Barycentre, mean_field
+from otattn.lipschitz.upper.mean_field import entropy_bound, mean_field
 from otattn.lipschitz.upper.psd import psd
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
 from otattn.lipschitz.upper.rows_and_columns import Rows, Search, rows_and_columns
@@ -395,7 +395,7 @@ def test_column_functions_of_measures_are_below_the_bound():
         y = int(rng.integers(c))
         log_k = G @ X[y] - logZ
         head = unit_numbers(SoftmaxAttention(A, np.eye(d), bias=bias), 1.0)
-        field = Barycentre(head, SelfLogit.default(head), least_stretch(head))
+        field = Barycentre.of(head, SelfLogit.default(head))
         for s1, s2 in ((0.0, 1.0), (0.6, 0.4), (0.0, 2.0)):
             log_alpha = np.log(mu) + log_k + s1 * np.log1p(2 * size) + s2 * np.log1p(size**2 * lam)
             log_T = float(np.logaddexp.reduce(log_alpha))
@@ -404,7 +404,7 @@ def test_column_functions_of_measures_are_below_the_bound():
             low, high = field.gamma(np.array([r, r]), np.array([0.0, 1.0]))
             q = np.clip((g - low) / max(high - low, 1e-300), 0.0, 1.0)
             at = np.array([[r], [q]])
-            bound = float(field.entropy_bound(s1, s2)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))[0])
+            bound = float(entropy_bound(field, s1, s2)(np.maximum(at - 1e-9, 0.0), np.minimum(at + 1e-9, 1.0))[0])
             assert log_T <= bound + 1e-9
             tight = max(tight, log_T - bound)
     # nearly attained
