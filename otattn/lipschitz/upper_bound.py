@@ -130,6 +130,17 @@ def _columns_count(log_excess: Callable[[float], float]) -> _Rule:
     return rule
 
 
+def _gaps_count(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
+    """It wins where kappa is reached on the sphere, and seldom comes below two thirds of the column bound's row (measured)."""
+    best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
+    columns = [b.details for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
+    v = spectral_norm(attention.V)
+    if not columns or v == 0.0:
+        return True
+    kappa, row = (min(float(x[key]) for x in columns) for key in ("kappa", "row"))
+    return kappa > 0.4 * row / v and 0.5 * kappa + math.log(0.66 * row) < best
+
+
 _Rule = Callable[[SoftmaxAttention, "int | None", float, list[Bound]], bool]
 _RULES: dict[str, _Rule] = {
     "two_tokens": _few_dimensions,
@@ -137,7 +148,7 @@ _RULES: dict[str, _Rule] = {
     "frontier_rows": _rows_of_a_form,
     "mean_field": _columns_count(lambda kappa: -0.5),
     "psd_mean_field": _columns_count(math.log1p),
-    "logit_gap": _columns_count(lambda kappa: math.log(0.35 * kappa + 1e-300)),
+    "logit_gap": _gaps_count,
 }
 """When a relaxation is tried for a softmax head; the others always are."""
 
