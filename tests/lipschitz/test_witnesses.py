@@ -116,3 +116,15 @@ def test_random_values_reach_a_long_ascent(seed: int, a: float) -> None:
     long = oa.lipschitz_lower_bound(attention, radius=1.0, rng=1, effort="deep")
     assert fast.value >= 0.95 * long.value
     assert max(fast.value, long.value) <= oa.lipschitz_upper_bound(attention, radius=1.0).value
+
+
+@pytest.mark.parametrize("size", [1e-170, 1e-300])
+@pytest.mark.parametrize("n", [None, 4])
+def test_tiny_values_scale_the_lower_bound(size, n):
+    """Squares of values below 1e-162 vanish: the field's direction was a nan."""
+    form = 9.0 * np.array([[0.0, 1.0], [-1.0, 0.0]])
+    one, tiny = (
+        oa.lipschitz_lower_bound(oa.SoftmaxAttention(form, s * np.eye(2)), radius=1.0, n=n, rng=0, effort="fast").value
+        for s in (1.0, size)
+    )
+    assert tiny / size == pytest.approx(one, rel=1e-6)

@@ -51,7 +51,9 @@ def boxes(*axes: Array) -> tuple[Array, Array]:
     return np.array([x.ravel() for x in low]), np.array([x.ravel() for x in high])
 
 
-def proved_below(bound: CellBound, lo: Array, hi: Array, *, target: float, max_cells: int) -> float:
+def proved_below(
+    bound: CellBound, lo: Array, hi: Array, *, target: float, max_cells: int, hopeless: float = HOPELESS
+) -> float:
     """``target``, a little raised, when no box exceeds it after splitting; else a larger value that is proved.
 
     The rise, 2e-12 and the rounding of a large number, lets a recheck that rounds otherwise leave the same boxes alone.
@@ -59,7 +61,7 @@ def proved_below(bound: CellBound, lo: Array, hi: Array, *, target: float, max_c
     if not np.isfinite(target):
         raise ValueError(f"the target of a recheck must be finite, received {target!r}.")
     level = target + 2e-12 + 4e-15 * abs(target)
-    found = maximise(bound, lo, hi, tol=0.0, max_cells=max_cells, floor=level, ceiling=level + HOPELESS)
+    found = maximise(bound, lo, hi, tol=0.0, max_cells=max_cells, floor=level, ceiling=level + hopeless)
     return max(found.value, level)
 
 

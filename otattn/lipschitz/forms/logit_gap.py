@@ -145,10 +145,10 @@ class GapRows:
         gap = self.rate * np.maximum(np.minimum(head.top, np.sqrt(Gam)) - g0, 0.0) + self.sharp * (1.0 - r0)
         w0, w1, w2, w3 = (lift(w) if self.exact else w for w in self.weights)
         spread = w0 + w2 * (head.a / head.top) ** 2 * (1.0 - r0**2) + w3 * np.minimum(1.0, Gam / head.top**2)
-        # a parabola in zbar that opens upwards
+        # a parabola in zbar that opens upwards; where it is not positive there is no alpha, as it bounds W
         W = np.maximum(*(w1 * x + w2 * x**2 + spread for x in ends(_EDGES[:-1], _EDGES[1:], self.exact)))
         unit = lift(1.0) + head.top if self.exact else 1.0 + head.top
-        return np.asarray(upper((f + np.log(W)).max(axis=0) + gap + 2.0 * np.log(unit)))
+        return np.asarray(upper((f + np.log(np.maximum(W, 1e-300))).max(axis=0) + gap + 2.0 * np.log(unit)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +213,7 @@ def _field(head: UnitNumbers, multipliers: Mapping[str, Array]) -> Barycentre:
 
 def _fails(head: UnitNumbers) -> str | None:
     """Why the head is none of this theorem."""
-    if not (top(head.v) > 1e-290 and top(head.a) > 0.0 and _RANGE[0] <= top(head.top) <= _RANGE[1]):
+    if not (top(head.v) > 1e-290 and top(head.a) > 0.0 and _RANGE[0] <= top(head.top) <= _RANGE[1] * (1.0 + 1e-9)):
         return f"V must not be zero, max |g| on the unit ball must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {top(head.top):g}"
     return None
 
@@ -239,7 +239,9 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     if not (0.0 <= rate <= 1.0 and sharp >= 0.0 and (weights[2:] >= 0.0).all()):
         raise ValueError("rate must lie in [0, 1], sharp, w_2 and w_3 must not be negative.")
     rows = GapRows(_field(head, multipliers), rate, sharp, weights)
-    proved = proved_below(rows.law, *rows.cover(), target=float(weights[0]), max_cells=2 * _LAWS["deep"])
+    proved = proved_below(
+        rows.law, *rows.cover(), target=float(weights[0]), max_cells=2 * _LAWS["deep"], hopeless=0.004
+    )
     raised = replace(rows, weights=np.array([max(_raised(weights[0]), proved), *weights[1:]]))
     found = proved_below(raised.bound, *raised.field.boxes(24), target=problem["target"], max_cells=2 * _CELLS)
     return safe_exp(_log_bound(head, found))

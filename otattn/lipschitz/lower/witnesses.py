@@ -189,9 +189,11 @@ def field_direction(problem: Problem, form: Head, rng: np.random.Generator) -> t
     wv, wb = np.linalg.norm(W, 2), np.linalg.norm(B, 2)
     if wv == 0.0 or wb == 0.0:
         return 0.0, np.eye(chart.latent_dim)[0]
+    # squares of small values vanish
+    W, B = W / wv, B / wb
     GW, GB = W.T @ W, B.T @ B
     mixtures = np.linspace(0.02, 0.98, 33 if chart.latent_dim <= 64 else 7)
-    starts = [np.linalg.eigh(t * GW / wv**2 + (1.0 - t) * GB / wb**2)[1][:, -1] for t in mixtures]
+    starts = [np.linalg.eigh(t * GW + (1.0 - t) * GB)[1][:, -1] for t in mixtures]
     u = unit(np.concatenate([np.array(starts), rng.standard_normal((16, chart.latent_dim))]))[0]
     for _ in range(200):
         # the stationarity condition as a fixed point; a minorise-maximise step for log |Wu|^2 + log |Bu|^2
@@ -199,7 +201,7 @@ def field_direction(problem: Problem, form: Head, rng: np.random.Generator) -> t
         u = unit((u @ GW) / np.maximum(a, 1e-300)[:, None] + (u @ GB) / np.maximum(b, 1e-300)[:, None])[0]
     value = np.linalg.norm(u @ W.T, axis=1) * np.linalg.norm(u @ B.T, axis=1)
     best = int(value.argmax())
-    return float(value[best]), u[best]
+    return float(value[best] * wv * wb), u[best]
 
 
 def field_query(problem: Problem, form: Head, u: Array) -> Array:

@@ -154,6 +154,28 @@ def test_the_proof_holds_in_intervals():
             assert not lower.verify()
 
 
+def test_a_majorant_that_is_negative_where_no_alpha_is():
+    """Its logarithm was a nan, and no upper bound at all was found for this head."""
+    A = np.array([[27.0, -92, 47, -34], [-150, -54, 21, 50], [13, 4, 37, -17], [93, 12, 23, 43]])
+    attention = oa.SoftmaxAttention(A, np.eye(4), bias=[85.0, 19, -16, 19])
+    bound = oa.lipschitz_upper_bound(attention, radius=1.0)
+    assert bound.theorem == "logit_gap"
+    assert 1.0e98 < bound.value < 1.2e98
+    assert bound.verify()
+
+
+def test_two_antipodal_atoms_come_close():
+    """-I at 60: the smaller atom has the weight ``e^{-120}`` about; its derivative is ``.65 a e^a`` of what is proved, and more."""
+    a = 60.0
+    bound = logit_gap(oa.SoftmaxAttention(-a * np.eye(2), np.eye(2)), radius=1.0)
+    lower = oa.lipschitz_lower_bound(oa.SoftmaxAttention(-a * np.eye(2), np.eye(2)), radius=1.0, rng=0)
+    assert 0.9 * bound.value < lower.value < bound.value
+
+
+def test_the_largest_gradient_that_is_allowed():
+    assert logit_gap(oa.SoftmaxAttention(-300.0 * np.eye(2), np.eye(2)), radius=1.0).verify()
+
+
 def test_it_scales():
     one = logit_gap(oa.SoftmaxAttention(9.0 * TURN, np.eye(2)), radius=1.0)
     other = logit_gap(oa.SoftmaxAttention(9e6 * TURN, 1e-5 * np.eye(2)), radius=1e-3)
