@@ -94,7 +94,7 @@ from otattn.measures.domains import Domain
 
 _MARGIN = 5e-10, 1e-14
 """Added to the logarithm of the square, the second times ``a^2``: above what the operations on boxes can lose."""
-_CELLS = 1_500_000
+_CELLS = 4_000_000
 _LARGEST = 1000.0
 """Beyond this ``||A|| R^2`` the masses of rows underflow; a row then sees nothing of its own token anyway."""
 
@@ -145,12 +145,15 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     cells = (edges.size - 1,)
     if edges.ndim != 1 or edges.size < 2 or edges[0] != 0 or edges[-1] != 1 or not (np.diff(edges) > 0).all():
         raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
-    mu = multiplier(multipliers, "mu", cells, sign=True)
-    if g < 1 or t1 <= 0 or (mu > 1).any():
-        raise ValueError(f"g must be at least 1, t1 positive, mu in [0, 1], received {g}, {t1}, {mu.max()}.")
-    own = Multipliers(mu, multiplier(multipliers, "sigma", cells), multiplier(multipliers, "xi", cells, positive=True))
+    if g < 1 or t1 <= 0:
+        raise ValueError(f"g must be at least 1, t1 positive, received {g}, {t1}.")
+    mu, nu, t, zeta = (multiplier(multipliers, key, cells, sign=True) for key in ("mu", "nu", "t", "zeta"))
+    if (mu > 1).any() or (nu > mu).any() or (t >= 1).any():
+        raise ValueError(f"0 <= nu <= mu <= 1 and t < 1 are required, received {nu!r}, {mu!r}, {t!r}.")
+    sigma, xi = multiplier(multipliers, "sigma", cells), multiplier(multipliers, "xi", cells, positive=True)
+    own = Multipliers(mu, nu, sigma, xi, t, zeta)
     stretch, defect = _hypotheses(head)
-    columns = Columns(head.a, _field_share(head), stretch, n, (t0, g, t1), eta, tau)
+    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
     log_square = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
@@ -235,7 +238,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
         return trivial(statement)
     stretch, defect = _hypotheses(head)
     deep = effort == "deep"
-    base = Columns(head.a, _field_share(head), stretch, n, (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
+    base = Columns(head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
     plan = choose(base, deep=deep)
     tol, cells = (5e-3, _CELLS) if deep else (2e-2, _CELLS // 5)
     plan, found = _polish(plan, rounds=8 if deep else 2, tol=4 * tol, max_cells=cells // 3)
@@ -249,9 +252,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
             "eta": np.array([columns.eta]),
             "tau": np.array([columns.tau]),
             "edges": plan.edges,
-            "mu": sought.mu,
-            "sigma": sought.sigma,
-            "xi": sought.xi,
+            **{key: getattr(sought, key) for key in Multipliers.names()},
         },
         solver="branch and bound",
         solver_status=found.status(tol),

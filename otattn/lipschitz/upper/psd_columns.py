@@ -8,36 +8,46 @@ lie below them everywhere. With intervals for the numbers of the head every boun
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import lift, upper, xlogy
+from otattn.lipschitz.arithmetic.intervals import lift, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.cells import boxes
-from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
+from otattn.lipschitz.upper.psd_rows import SLACK, Box, Range, Rows, Slopes
 
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""
+_HALVINGS = 8
+"""Of the range of gaps where the largest term is sought."""
 
 
 @dataclass(frozen=True, eq=False)
 class Multipliers:
-    """One entry a cell of r: ``mu`` in [0, 1], any ``sigma`` (in units of r), ``xi`` > 0."""
+    """One entry a cell of r: ``0 <= nu <= mu <= 1``, any ``sigma`` (in units of r), ``xi`` > 0, t in [0, 1), ``zeta`` >= 0."""
 
     mu: Array
+    nu: Array
     sigma: Array
     xi: Array
+    t: Array
+    zeta: Array
 
     def at(self, cell: Any) -> Multipliers:
         """The entries of these cells."""
-        return Multipliers(self.mu[cell], self.sigma[cell], self.xi[cell])
+        return Multipliers(*(getattr(self, key)[cell] for key in self.names()))
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of the multipliers, in order."""
+        return [x.name for x in fields(cls)]
 
 
 class OwnShare:
-    """``max_x -(1-mu) log x - mu kl(x|y) + xi (n - 1 - 1/x)`` over shares x in (0, 1], as a decreasing step function of y.
+    """``max_x -(1-mu) log x - (mu-nu) kl(x|y) + xi (n - 1 - 1/x)`` over shares x in (0, 1], as a decreasing step function of y.
 
     Tabulated from above: x and y run over cells, and the running maximum from the right makes it monotone.
     """
@@ -48,7 +58,7 @@ class OwnShare:
         y0, y1 = self.edges[:-1], self.edges[1:]
         wrap: Any = lift if exact else float
         rows = []
-        for mu, xi in zip(map(wrap, multipliers.mu), map(wrap, multipliers.xi), strict=True):
+        for mu, nu, xi in zip(*(map(wrap, x) for x in (multipliers.mu, multipliers.nu, multipliers.xi)), strict=True):
             # what does not depend on y increases up to this x and decreases beyond
             turn = xi / np.maximum(1.0 - mu, 1e-300)
             x = np.geomspace(min(top(turn), 1e-2 / n), 1.0, count)[:, None]
@@ -59,7 +69,7 @@ class OwnShare:
             # the first cell begins at zero
             distance = np.concatenate([near[:1], np.maximum(near, far)[1:]])
             peak = np.where(np.arange(count)[:, None] > 0, np.clip(turn, x0, x1), np.minimum(turn, x1))
-            best = -(1 - mu) * np.log(peak) - xi / peak - mu * distance
+            best = -(1 - mu) * np.log(peak) - xi / peak - (mu - nu) * distance
             rows.append(upper(best.max(axis=0) + xi * (n - 1)))
         self.table = np.maximum.accumulate(np.array(rows)[:, ::-1], axis=1)[:, ::-1]
 
@@ -78,13 +88,18 @@ def _divergence(x: Array, y: Array, exact: bool) -> Any:
 
 
 class Tilt(NamedTuple):
-    """The multipliers as slopes: ``mu (1 - 2 sigma)`` along ``l_ii = a h^2 - log q``, ``-2 mu sigma`` along ``log p``."""
+    """The multipliers as slopes: ``lean`` along ``log p``, ``along`` along ``l_ii - a h^2 = -log q``, ``bow`` along ``a h^2``."""
 
     mu: Any
-    along: Any
+    nu: Any
+    zeta: Any
     lean: Any
+    along: Any
+    bow: Any
     tail: Any
-    """``mu a sigma^2 r^2`` at the largest r."""
+    """``(mu - nu t) a sigma^2 r^2`` at the largest r."""
+    level: Any
+    """``-nu (d/2) log(1 - t^2)``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,15 +154,20 @@ class Columns(Rows):
 
         ``multipliers`` has one entry a box.
         """
-        box, at, tilt = self.box(lo, hi), self.middle(lo, hi), self.tilt(multipliers, hi[0])
-        plane, B = self.plane(box), self.second_moment(box)
+        box, tilt = self.box(lo, hi), self.tilt(multipliers, hi[0])
+        plane = self.plane(box)
         E, reached = self.mean_range(plane, box)
-        keep = self.possible(box) & reached
-        gamma = self.gamma(box, E, B)
+        reach = self.reach(plane, box, self.middle(lo, hi, box.gap), E)
+        box = self.at_best_gaps(box, reach, tilt)
+        at = self.middle(lo, hi, box.gap)
+        # |m| is at most the root of the second moment
+        least = self.price(box).lo * box.gap.lo
+        keep = self.possible(box) & reached & (reach.hi + self.slack * (1 + self.a) >= least)
+        gamma = self.gamma(reach, box)
         largest = np.minimum(gamma.hi, (self.a * box.h.hi) ** 2 * self.cap(box))
         value = self.at_corner(box, largest, tilt)
-        slopes = self.gamma_slopes(box, E, B, plane)
-        bound, moves = self.by_middle(box, at, tilt, self.gamma_at(plane, at), gamma, slopes)
+        there = self.reach_at(plane, at) - self.price(at).lo * at.gap.lo
+        bound, moves = self.by_middle(box, at, tilt, there, gamma, self.gamma_slopes(box, E, plane))
         value = np.where(box.p.hi < 1, np.minimum(value, bound), value)
         for own, share in ((False, box.p), (True, box.q)):
             bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
@@ -155,29 +175,56 @@ class Columns(Rows):
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
-        pull = np.array([upper(in_r * (r - box.r.lo)), *upper(moves)]) + 1e-12
+        pull = np.array([upper(in_r * (r - box.r.lo)), *upper(moves[:3])]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
+
+    def at_best_gaps(self, box: Box, reach: Range, tilt: Tilt) -> Box:
+        """The boxes with the range of the gaps where the term, concave in the gap, is at its largest."""
+        least, most = self.gaps(box, reach)
+        low = np.clip(np.asarray(lower(least.lo)) - SLACK, 0.0, 1.0)
+        high = np.clip(np.asarray(upper(most.hi)) + SLACK, low, 1.0)
+        # below a gap that all rows can have, where all slopes are positive, and above one where all are negative
+        below, sure = low.copy(), np.clip(np.asarray(lower(most.lo)), low, high)
+        above, last = high.copy(), np.clip(np.asarray(upper(least.hi)), low, high)
+        under, over = sure.copy(), low.copy()
+        for _ in range(_HALVINGS):
+            trial = 0.5 * (below + under)
+            up = np.asarray(lower(self.gap_slope(box, reach, tilt, trial).lo)) >= 0
+            below, under = np.where(up, trial, below), np.where(up, under, trial)
+            trial = 0.5 * (over + above)
+            down = np.asarray(upper(self.gap_slope(box, reach, tilt, trial).hi)) <= 0
+            above, over = np.where(down, trial, above), np.where(down, over, trial)
+        return replace(box, gap=Range(self.wrap(below), self.wrap(np.maximum(np.maximum(above, last), below))))
+
+    def gap_slope(self, box: Box, reach: Range, tilt: Tilt, gap: Array) -> Range:
+        """The derivative of the term in the gap, on boxes."""
+        box = replace(box, gap=Range.of(self.wrap(gap)))
+        to_gamma, _ = self.weight_slopes(box.p, self.gamma(reach, box))
+        return -(self.price(box) * to_gamma) + tilt.nu * tilt.zeta / (1 + tilt.zeta * box.gap.lo)
 
     def tilt(self, multipliers: Multipliers, r: Array) -> Tilt:
         """The slopes that multipliers stand for, with r at its largest."""
-        mu, sigma = self.wrap(multipliers.mu), self.wrap(multipliers.sigma)
-        return Tilt(mu, mu * (1 - 2 * sigma), -2 * mu * sigma, mu * self.a * sigma**2 * self.wrap(r) ** 2)
+        mu, nu, sigma, _, t, zeta = (self.wrap(getattr(multipliers, key)) for key in Multipliers.names())
+        pull = mu - nu * t
+        along = mu - 2 * pull * sigma
+        tail = pull * self.a * sigma**2 * self.wrap(r) ** 2
+        return Tilt(mu, nu, zeta, along - mu, along, along - nu * t, tail, -0.5 * self.d * nu * np.log1p(-(t**2)))
 
     def at_corner(self, box: Box, gamma: Any, tilt: Tilt) -> Any:
-        """The logarithm of a term, ``log w + mu [log(1-p) - log p + (1 - 2 sigma) l_ij] + mu a sigma^2 r^2``.
-
-        Each of its parts is at its worst corner of the box; ``gamma`` is the largest ``Gamma``.
-        """
+        """The logarithm of a term, each of its parts at its worst corner of the box; ``gamma`` is the largest ``Gamma``."""
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
-        logit = a * np.maximum(tilt.along * h.lo**2, tilt.along * h.hi**2)
+        logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
+        crowd = np.log1p(tilt.zeta * box.gap.hi) - np.log1p(tilt.zeta * self.shortfall(h).lo)
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
             + np.log1p(self.t(h.lo))
             + tilt.mu * np.log1p(-np.minimum(box.p.lo, 1 - 1e-16))
             + np.maximum(tilt.lean * lp.lo, tilt.lean * lp.hi)
             + logit
+            + tilt.nu * crowd
             + tilt.tail
+            + tilt.level
         )
 
     def term_slopes(self, box: Box, tilt: Tilt) -> Slopes:
@@ -185,7 +232,11 @@ class Columns(Rows):
         h, p = box.h, box.p
         split = Range(self._t_slope(h.lo) / (1 + self.t(h.hi)), self._t_slope(h.hi) / (1 + self.t(h.lo)))
         log_light = [tilt.lean - tilt.mu * x / np.maximum(1 - x, 1e-300) for x in (p.hi, p.lo)]
-        return Slopes(split + 2 * tilt.along * self.a * h, Range(*log_light), Range.of(-tilt.along))
+        z, pull = self.square_slope(h), tilt.nu * tilt.zeta
+        short = self.shortfall(h)
+        own = Range(pull * z.lo / (1 + tilt.zeta * short.hi), pull * z.hi / (1 + tilt.zeta * short.lo))
+        gap = Range(pull / (1 + tilt.zeta * box.gap.hi), pull / (1 + tilt.zeta * box.gap.lo))
+        return Slopes(split + h * (2 * tilt.bow * self.a) + own, Range(*log_light), Range.of(-tilt.along), gap)
 
     def weight_slopes(self, p: Range, gamma: Range) -> tuple[Range, Range]:
         """Slopes of ``log c`` in Gamma and in ``log p``."""
@@ -204,14 +255,14 @@ class Columns(Rows):
         return to_gamma, share + rest * bend
 
     def by_middle(self, box: Box, at: Box, tilt: Tilt, value: Any, span: Range, slopes: Slopes) -> tuple[Any, Any]:
-        """The term at the middle plus what it can rise to the sides, and that rise along each axis ``(3, count)``.
+        """The term at the middle plus what it can rise to the sides, and that rise along each axis ``(4, count)``.
 
         ``value`` bounds ``Gamma`` at the middle, ``span`` holds that bound on the box, ``slopes`` its derivatives.
         """
         to_gamma, to_log_p = self.weight_slopes(box.p, span)
         bent = span.lo < 0  # Gamma is zero there: its slope may vanish
         moves = []
-        for axis, slope, own in zip(("h", "lp", "lq"), slopes, self.term_slopes(box, tilt), strict=True):
+        for axis, slope, own in zip(Slopes._fields, slopes, self.term_slopes(box, tilt), strict=True):
             x = slope * to_gamma
             x = Range(np.where(bent, np.minimum(x.lo, 0), x.lo), np.where(bent, np.maximum(x.hi, 0), x.hi)) + own
             x = x + to_log_p if axis == "lp" else x
