@@ -147,17 +147,27 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
         raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
     if g < 1 or t1 <= 0:
         raise ValueError(f"g must be at least 1, t1 positive, received {g}, {t1}.")
-    mu, nu, t, zeta = (multiplier(multipliers, key, cells, sign=True) for key in ("mu", "nu", "t", "zeta"))
-    if (mu > 1).any() or (nu > mu).any() or (t >= 1).any():
-        raise ValueError(f"0 <= nu <= mu <= 1 and t < 1 are required, received {nu!r}, {mu!r}, {t!r}.")
-    sigma, xi = multiplier(multipliers, "sigma", cells), multiplier(multipliers, "xi", cells, positive=True)
-    own = Multipliers(mu, nu, sigma, xi, t, zeta)
+    omega = float(multiplier(multipliers, "omega", (1,), positive=True)[0])
+    own = _columns_of(multipliers, cells)
     stretch, defect = _hypotheses(head)
-    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau)
+    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
     log_square = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
     return _bound(log_square, head, n, defect)
+
+
+def _columns_of(multipliers: Mapping[str, Array], cells: tuple[int]) -> Multipliers:
+    """The multipliers of the cells of r, validated."""
+    mu, nu, t, zeta, s = (multiplier(multipliers, key, cells, sign=True) for key in ("mu", "nu", "t", "zeta", "s"))
+    if (mu > 1).any() or (nu > mu).any() or (t >= 1).any() or (s >= 1).any():
+        raise ValueError(f"0 <= nu <= mu <= 1 and t, s < 1 are required, received {nu!r}, {mu!r}, {t!r}, {s!r}.")
+    sigma = multiplier(multipliers, "sigma", cells)
+    xi, phi = (multiplier(multipliers, key, cells, positive=True) for key in ("xi", "phi"))
+    # what is left of |ybar|^2 must be concave: kappa >= 0
+    if (s < t).any() or (lift(mu) - lift(nu) * t - phi + np.maximum(lift(phi) - lift(nu) * (lift(s) - t), 0.0)).lo.min() < 0:
+        raise ValueError("t <= s and mu - nu t >= min(phi, nu (s - t)) are required.")
+    return Multipliers(mu, nu, sigma, xi, t, zeta, phi, s)
 
 
 def _bound(log_square: float, head: UnitNumbers, n: int, defect: float) -> Any:
@@ -238,7 +248,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
         return trivial(statement)
     stretch, defect = _hypotheses(head)
     deep = effort == "deep"
-    base = Columns(head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a))
+    base = Columns(head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a), 0.1)
     plan = choose(base, deep=deep)
     tol, cells = (5e-3, _CELLS) if deep else (2e-2, _CELLS // 5)
     plan, found = _polish(plan, rounds=8 if deep else 2, tol=4 * tol, max_cells=cells // 3)
@@ -251,6 +261,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
             "split": np.array(columns.split),
             "eta": np.array([columns.eta]),
             "tau": np.array([columns.tau]),
+            "omega": np.array([columns.omega]),
             "edges": plan.edges,
             **{key: getattr(sought, key) for key in Multipliers.names()},
         },

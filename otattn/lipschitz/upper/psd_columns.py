@@ -17,17 +17,20 @@ from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.cells import boxes
-from otattn.lipschitz.upper.psd_rows import SLACK, Box, Range, Rows, Slopes
+from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
 
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""
 _HALVINGS = 8
-"""Of the range of gaps where the largest term is sought."""
+"""Of the range of losses where the largest term is sought."""
+_NEAR_ONE, _NEAR_ZERO = 1 - 1e-9, 1e-6
+"""Slopes in p above the first and in h below the second are not used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Multipliers:
-    """One entry a cell of r: ``0 <= nu <= mu <= 1``, any ``sigma`` (in units of r), ``xi`` > 0, t in [0, 1), ``zeta`` >= 0."""
+    """One entry a cell of r: ``0 <= nu <= mu <= 1``, any ``sigma`` (in units of r), ``xi`` > 0, t and ``s`` in [0, 1), ``zeta`` >= 0,
+    ``phi`` > 0."""
 
     mu: Array
     nu: Array
@@ -35,6 +38,8 @@ class Multipliers:
     xi: Array
     t: Array
     zeta: Array
+    phi: Array
+    s: Array
 
     def at(self, cell: Any) -> Multipliers:
         """The entries of these cells."""
@@ -97,9 +102,9 @@ class Tilt(NamedTuple):
     along: Any
     bow: Any
     tail: Any
-    """``(mu - nu t) a sigma^2 r^2`` at the largest r."""
+    """``kappa a sigma^2 r^2`` at the largest r."""
     level: Any
-    """``-nu (d/2) log(1 - t^2)``."""
+    """What is the same for all rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +117,14 @@ class Columns(Rows):
         ``t(h) = t0 (1 - h)^g + t1`` with ``t0 >= 0``, ``g >= 1``, ``t1 > 0``.
     eta, tau : float
         ``eta >= 0`` and ``tau > 0`` of the row weights.
+    omega : float
+        ``omega > 0`` of the metric ``I + (omega/a) g g^T``.
     """
 
     split: tuple[float, float, float]
     eta: float
     tau: float
+    omega: float
 
     @property
     def log_least_p(self) -> float:
@@ -126,7 +134,8 @@ class Columns(Rows):
     def faint(self) -> Any:
         """What the rows of tiny p add to a column sum, at most."""
         least = np.exp(self.wrap(self.log_least_p))
-        return (self.n - 1) * (1 + self.t(self.wrap(np.zeros(1)))[0]) * (1 + self.eta) * least * (1 + self.a**2)
+        whole = (1 + self.t(self.wrap(np.zeros(1)))[0]) * (1 + self.eta) * (1 + self.a**2)
+        return (self.n - 1) * least * whole * (1 + self.omega * self.a)
 
     def t(self, h: Any) -> Any:
         """The split, decreasing in h."""
@@ -157,65 +166,95 @@ class Columns(Rows):
         box, tilt = self.box(lo, hi), self.tilt(multipliers, hi[0])
         plane = self.plane(box)
         E, reached = self.mean_range(plane, box)
-        reach = self.reach(plane, box, self.middle(lo, hi, box.gap), E)
-        box = self.at_best_gaps(box, reach, tilt)
-        at = self.middle(lo, hi, box.gap)
+        reach = self.reach(plane, box, self.middle(lo, hi, box.loss), E)
+        box = self.at_best_losses(box, reach, tilt)
+        at = self.middle(lo, hi, box.loss)
         # |m| is at most the root of the second moment
-        least = self.price(box).lo * box.gap.lo
-        keep = self.possible(box) & reached & (reach.hi + self.slack * (1 + self.a) >= least)
+        keep = self.possible(box) & reached & (reach.hi + self.slack * (1 + self.a) >= box.loss.lo)
         gamma = self.gamma(reach, box)
-        largest = np.minimum(gamma.hi, (self.a * box.h.hi) ** 2 * self.cap(box))
+        # increasing in h, where Gamma is a multiple of h^2
+        capped = (self.a * box.h.hi) ** 2 * self.cap(box).hi / self.metric(box.h).hi
+        largest = np.minimum(self.thinned(gamma, box).hi, capped)
         value = self.at_corner(box, largest, tilt)
-        there = self.reach_at(plane, at) - self.price(at).lo * at.gap.lo
-        bound, moves = self.by_middle(box, at, tilt, there, gamma, self.gamma_slopes(box, E, plane))
-        value = np.where(box.p.hi < 1, np.minimum(value, bound), value)
+        smooth = (box.p.hi < _NEAR_ONE) & (box.h.lo > _NEAR_ZERO)
+        there = self.reach_at(plane, at) - at.loss.lo
+        slopes = self.reach_slopes(box, E, plane)._replace(loss=Range.of(self.wrap(-np.ones(lo.shape[1]))))
+        bound, moves = self.by_middle(box, at, tilt, there, gamma, slopes)
+        value = np.where(smooth, np.minimum(value, bound), value)
         for own, share in ((False, box.p), (True, box.q)):
             bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
-            value = np.where((share.lo > 0.5) & (box.p.hi < 1), np.minimum(value, bound), value)
+            value = np.where((share.lo > 0.5) & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
         pull = np.array([upper(in_r * (r - box.r.lo)), *upper(moves[:3])]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
 
-    def at_best_gaps(self, box: Box, reach: Range, tilt: Tilt) -> Box:
-        """The boxes with the range of the gaps where the term, concave in the gap, is at its largest."""
-        least, most = self.gaps(box, reach)
-        low = np.clip(np.asarray(lower(least.lo)) - SLACK, 0.0, 1.0)
-        high = np.clip(np.asarray(upper(most.hi)) + SLACK, low, 1.0)
-        # below a gap that all rows can have, where all slopes are positive, and above one where all are negative
-        below, sure = low.copy(), np.clip(np.asarray(lower(most.lo)), low, high)
-        above, last = high.copy(), np.clip(np.asarray(upper(least.hi)), low, high)
-        under, over = sure.copy(), low.copy()
+    def at_best_losses(self, box: Box, reach: Range, tilt: Tilt) -> Box:
+        """The boxes with a range of the losses where the terms are at their largest."""
+        least, cap = self.least_loss(box), (self.a * box.h.lo) ** 2 * self.cap(box).lo
+        low = np.maximum(np.asarray(lower(least.lo)), 0.0)
+        high = np.maximum(np.asarray(upper(reach.hi)), low)
+        # below a loss that all rows can have, where all slopes are positive, and above one where all are negative
+        below, under = low.copy(), np.clip(np.asarray(lower(reach.lo)), low, high)
+        above, over = high.copy(), low.copy()
         for _ in range(_HALVINGS):
             trial = 0.5 * (below + under)
-            up = np.asarray(lower(self.gap_slope(box, reach, tilt, trial).lo)) >= 0
+            up = np.asarray(lower(self.loss_slope(box, reach, tilt, trial).lo)) >= 0
             below, under = np.where(up, trial, below), np.where(up, under, trial)
             trial = 0.5 * (over + above)
-            down = np.asarray(upper(self.gap_slope(box, reach, tilt, trial).hi)) <= 0
+            down = np.asarray(upper(self.loss_slope(box, reach, tilt, trial).hi)) <= 0
             above, over = np.where(down, trial, above), np.where(down, over, trial)
-        return replace(box, gap=Range(self.wrap(below), self.wrap(np.maximum(np.maximum(above, last), below))))
+        # no loss is below the least, and one that brings Gamma just to the cap may be the best
+        last = np.clip(np.maximum(np.asarray(upper(least.hi)), np.asarray(upper(reach.hi - cap))), below, high)
+        return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
 
-    def gap_slope(self, box: Box, reach: Range, tilt: Tilt, gap: Array) -> Range:
-        """The derivative of the term in the gap, on boxes."""
-        box = replace(box, gap=Range.of(self.wrap(gap)))
-        to_gamma, _ = self.weight_slopes(box.p, self.gamma(reach, box))
-        return -(self.price(box) * to_gamma) + tilt.nu * tilt.zeta / (1 + tilt.zeta * box.gap.lo)
+    def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array) -> Range:
+        """The derivative of the term in the loss, on boxes."""
+        box = replace(box, loss=Range.of(self.wrap(loss)))
+        to_gamma, _ = self.weight_slopes(box.p, self.thinned(self.gamma(reach, box), box))
+        by = self.metric(box.h)
+        return self.crowd_slope(box, tilt) - to_gamma * Range(1 / by.hi, 1 / by.lo)
+
+    def crowd_slope(self, box: Box, tilt: Tilt) -> Range:
+        """The derivative of ``nu log(1 + zeta gap)`` in the loss."""
+        price, pull = self.price(box), tilt.nu * tilt.zeta
+        low, high = price.hi + tilt.zeta * box.loss.hi, price.lo + tilt.zeta * box.loss.lo
+        return Range(pull / np.maximum(low, 1e-300), pull / np.maximum(high, 1e-300))
 
     def tilt(self, multipliers: Multipliers, r: Array) -> Tilt:
         """The slopes that multipliers stand for, with r at its largest."""
-        mu, nu, sigma, _, t, zeta = (self.wrap(getattr(multipliers, key)) for key in Multipliers.names())
-        pull = mu - nu * t
-        along = mu - 2 * pull * sigma
-        tail = pull * self.a * sigma**2 * self.wrap(r) ** 2
-        return Tilt(mu, nu, zeta, along - mu, along, along - nu * t, tail, -0.5 * self.d * nu * np.log1p(-(t**2)))
+        mu, nu, sigma, _, t, zeta, phi, along_e = (self.wrap(getattr(multipliers, key)) for key in Multipliers.names())
+        left = np.maximum(phi - nu * (along_e - t), 0.0)
+        kappa = mu - nu * t - phi + left
+        along = mu - 2 * kappa * sigma
+        level = -0.5 * nu * ((self.d - 1) * np.log1p(-(t**2)) + np.log1p(-(along_e**2)))
+        level = level - np.log(phi / self.omega) + phi / self.omega - 1
+        tail = kappa * self.a * sigma**2 * self.wrap(r) ** 2
+        return Tilt(mu, nu, zeta, along - mu, along, along - nu * t + left, tail, level)
+
+    def metric(self, h: Range) -> Range:
+        """``1 + omega a h^2``, the square of what the metric makes of ``g``."""
+        return Range(1 + self.omega * self.a * h.lo**2, 1 + self.omega * self.a * h.hi**2)
+
+    def thinned(self, gamma: Range, box: Box) -> Range:
+        """Gamma in the metric."""
+        by = self.metric(box.h)
+        return Range(np.minimum(gamma.lo / by.lo, gamma.lo / by.hi), np.maximum(gamma.hi / by.lo, gamma.hi / by.hi))
+
+    def thinned_slopes(self, gamma: Range, slopes: Slopes, box: Box) -> Slopes:
+        """The slopes of Gamma in the metric."""
+        by = self.metric(box.h)
+        inverse = Range(1 / by.hi, 1 / by.lo)
+        bend = self.thinned(gamma, box) * (box.h * (2 * self.omega * self.a))
+        return Slopes(*(inverse * x for x in slopes._replace(h=slopes.h - bend)))
 
     def at_corner(self, box: Box, gamma: Any, tilt: Tilt) -> Any:
         """The logarithm of a term, each of its parts at its worst corner of the box; ``gamma`` is the largest ``Gamma``."""
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
         logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
-        crowd = np.log1p(tilt.zeta * box.gap.hi) - np.log1p(tilt.zeta * self.shortfall(h).lo)
+        crowd = np.log1p(tilt.zeta * self.gap(box).hi) - np.log1p(tilt.zeta * self.shortfall(h).lo)
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
             + np.log1p(self.t(h.lo))
@@ -235,8 +274,13 @@ class Columns(Rows):
         z, pull = self.square_slope(h), tilt.nu * tilt.zeta
         short = self.shortfall(h)
         own = Range(pull * z.lo / (1 + tilt.zeta * short.hi), pull * z.hi / (1 + tilt.zeta * short.lo))
-        gap = Range(pull / (1 + tilt.zeta * box.gap.hi), pull / (1 + tilt.zeta * box.gap.lo))
-        return Slopes(split + h * (2 * tilt.bow * self.a) + own, Range(*log_light), Range.of(-tilt.along), gap)
+        # nu log(1 + zeta loss / price)
+        gap = self.gap(box)
+        crowd = Range(pull * gap.lo / (1 + tilt.zeta * gap.lo), pull * gap.hi / (1 + tilt.zeta * gap.hi))
+        inverse = Range(2 / np.maximum(h.hi, _NEAR_ZERO), 2 / np.maximum(h.lo, _NEAR_ZERO))
+        odds = Range(p.lo / np.maximum(1 - p.lo, 1 - _NEAR_ONE), p.hi / np.maximum(1 - p.hi, 1 - _NEAR_ONE))
+        in_h = split + h * (2 * tilt.bow * self.a) + own - crowd * inverse
+        return Slopes(in_h, Range(*log_light) + crowd * odds, Range.of(-tilt.along), self.crowd_slope(box, tilt))
 
     def weight_slopes(self, p: Range, gamma: Range) -> tuple[Range, Range]:
         """Slopes of ``log c`` in Gamma and in ``log p``."""
@@ -259,8 +303,9 @@ class Columns(Rows):
 
         ``value`` bounds ``Gamma`` at the middle, ``span`` holds that bound on the box, ``slopes`` its derivatives.
         """
+        slopes, bent = self.thinned_slopes(span, slopes, box), span.lo < 0  # Gamma is zero there: its slope may vanish
+        value, span = value / self.metric(at.h).lo, self.thinned(span, box)
         to_gamma, to_log_p = self.weight_slopes(box.p, span)
-        bent = span.lo < 0  # Gamma is zero there: its slope may vanish
         moves = []
         for axis, slope, own in zip(Slopes._fields, slopes, self.term_slopes(box, tilt), strict=True):
             x = slope * to_gamma
@@ -290,7 +335,8 @@ class Columns(Rows):
         keep = keep & (a * r1 + slack >= E)
         spread = 1 - q0 * (1 - self.square(r1)) - mean**2
         spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)
-        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread, q1)
+        by = 1 + self.omega * a * r1**2
+        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread / by, q1) * by
         return np.asarray(upper(np.where(keep, value + (1 + 1 / self.t(r1)) * (self.b * spread) ** 2, 0.0)))
 
     def own_table(self, cells: int) -> Array:

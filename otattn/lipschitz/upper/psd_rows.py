@@ -70,13 +70,13 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Boxes of rows: the ranges of r, h, log p, log q and gap, with those of p and q. A point is a box of width 0."""
+    """Boxes of rows: the ranges of r, h, log p, log q and loss, with those of p and q. A point is a box of width 0."""
 
     r: Range
     h: Range
     lp: Range
     lq: Range
-    gap: Range
+    loss: Range
     p: Range = field(init=False)
     q: Range = field(init=False)
 
@@ -100,12 +100,12 @@ class Plane(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Ranges of the derivatives in h, log p, log q and gap."""
+    """Ranges of the derivatives in h, log p, log q and loss."""
 
     h: Range
     lp: Range
     lq: Range
-    gap: Range
+    loss: Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,14 +167,14 @@ class Rows:
         return Range(low, np.where(self.stretch * r.lo**2 < 1, 2 * self.stretch * r.hi, 0.0))
 
     def box(self, lo: Array, hi: Array) -> Box:
-        """The boxes with the corners ``lo, hi (4, count)``, of any gap."""
+        """The boxes with the corners ``lo, hi (4, count)``."""
         sides = (Range(x, y) for x, y in zip(self.wrap(lo), self.wrap(hi), strict=True))
-        return Box(*sides, Range(*self.wrap(np.repeat([[0.0], [1.0]], lo.shape[1], axis=1))))
+        return Box(*sides, Range.of(self.wrap(np.zeros(lo.shape[1]))))
 
-    def middle(self, lo: Array, hi: Array, gap: Range) -> Box:
-        """Their middles in h, log p, log q and gap, with the largest r."""
+    def middle(self, lo: Array, hi: Array, loss: Range) -> Box:
+        """Their middles in h, log p, log q and loss, with the largest r."""
         sides = [Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])]))]
-        return Box(*sides, Range.of(self.wrap(0.5 * (np.asarray(lower(gap.lo)) + np.asarray(upper(gap.hi))))))
+        return Box(*sides, Range.of(self.wrap(0.5 * (np.asarray(lower(loss.lo)) + np.asarray(upper(loss.hi))))))
 
     def possible(self, box: Box) -> Any:
         """Boxes that may meet ``p + q <= 1``, ``|l_ij| <= a r h`` and ``|l_ik| <= a h`` for the other tokens k."""
@@ -222,7 +222,7 @@ class Rows:
         return Range(1 - self.square(h.hi), 1 - self.square(h.lo))
 
     def reach_at(self, plane: Plane, at: Box) -> Any:
-        """``a^2 h^2 (1 - p (1 - z(r))) - E_+^2``, Gamma without the gap, at points."""
+        """``a^2 h^2 (1 - p (1 - z(r))) - E_+^2``, Gamma without the loss, at points."""
         E = np.maximum(self.mean(plane, at.h.lo, at.p.lo, at.q.lo) - self.loss, 0.0)
         return (self.a * at.h.lo) ** 2 * (1 - at.p.lo * (1 - self.square(at.r.hi))) - E**2
 
@@ -250,35 +250,32 @@ class Rows:
         )
 
     def price(self, box: Box) -> Range:
-        """``a^2 h^2 (1 - p)``, by which Gamma falls with the gap."""
+        """``a^2 h^2 (1 - p)``, the loss that a gap of one makes."""
         return Range((self.a * box.h.lo) ** 2 * (1 - box.p.hi), (self.a * box.h.hi) ** 2 * (1 - box.p.lo))
 
-    def gamma(self, reach: Range, box: Box) -> Range:
-        """``reach - price gap``, which bounds Gamma. A negative lower end says only that 0 is met."""
+    def gap(self, box: Box) -> Range:
+        """``loss / price``, at most one."""
         price = self.price(box)
-        return Range(reach.lo - price.hi * box.gap.hi, np.maximum(reach.hi - price.lo * box.gap.lo, 0.0))
+        low, high = box.loss.lo / np.maximum(price.hi, 1e-300), box.loss.hi / np.maximum(price.lo, 1e-300)
+        return Range(np.minimum(low, 1.0), np.minimum(high, 1.0))
 
-    def gamma_slopes(self, box: Box, E: Range, plane: Plane) -> Slopes:
-        """Slopes of ``reach - price gap``."""
-        h, lp, lq, _ = self.reach_slopes(box, E, plane)
-        rest, gap = Range(1 - box.p.hi, 1 - box.p.lo), box.gap
-        square = Range((self.a * box.h.lo) ** 2, (self.a * box.h.hi) ** 2)
-        return Slopes(h - box.h * (rest * gap) * (2 * self.a**2), lp + square * (box.p * gap), lq, -self.price(box))
+    def gamma(self, reach: Range, box: Box) -> Range:
+        """``reach - loss``, which bounds Gamma. A negative lower end says only that 0 is met."""
+        return Range(reach.lo - box.loss.hi, np.maximum(reach.hi - box.loss.lo, 0.0))
 
-    def gaps(self, box: Box, reach: Range) -> tuple[Range, Range]:
-        """The least gap, of the token i itself, and the largest, where Gamma is 0."""
-        short, price = self.shortfall(box.h), self.price(box)
-        least = Range(
-            box.q.lo * short.lo / np.maximum(1 - box.p.lo, 1e-300),
-            box.q.hi * short.hi / np.maximum(1 - box.p.hi, 1e-300),
-        )
-        high = np.maximum(reach.hi, 0.0) / np.maximum(price.lo, 1e-300)
-        return least, Range(reach.lo / np.maximum(price.hi, 1e-300), high)
+    def least_loss(self, box: Box) -> Range:
+        """``a^2 h^2 q (1 - z(h))``: the token i is one of the others."""
+        short = self.shortfall(box.h)
+        return Range((self.a * box.h.lo) ** 2 * box.q.lo * short.lo, (self.a * box.h.hi) ** 2 * box.q.hi * short.hi)
 
-    def cap(self, box: Box) -> Any:
+    def cap(self, box: Box) -> Range:
         """``lam <= 4 x (1 - x)`` where a token's share x exceeds one half, for x = p and x = q; 1 elsewhere."""
-        caps = (np.where(x > 0.5, 4 * x * (1 - x), 1.0) for x in (box.p.lo, box.q.lo))
-        return np.minimum(*caps)
+        sure = [x.lo > 0.5 for x in (box.p, box.q)]
+        low, high = (
+            [np.where(more, 4 * x * (1 - x), 1.0) for more, x in zip(sure, ends, strict=True)]
+            for ends in ((box.p.hi, box.q.hi), (box.p.lo, box.q.lo))
+        )
+        return Range(np.minimum(*low), np.minimum(*high))
 
     def capped(self, box: Box, at: Box, *, own: bool) -> tuple[Any, Range, Slopes]:
         """``4 a^2 h^2 x (1 - x)`` for a share x above one half, q if ``own`` and p else: at points, on boxes, its slopes."""

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import Bounds, minimize
 from scipy.special import rel_entr
 
 from otattn._linalg import Array
 from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
-from otattn.lipschitz.upper.psd_rows import Range
 
 
 _GAPS = np.linspace(0.0, 1.0, 17)[:, None] ** 2
 """Where the gap of a row is tried, from the least possible to the largest."""
-_START = np.array([0.6, 0.6, 0.55, math.log(0.3), 0.4, 1.0])
-"""``mu, nu / mu, sigma, log(xi (n - 1)), t, log zeta``."""
-_STEPS = np.array([-0.1, -0.2, 0.1, -0.6, 0.15, 0.7])
-_LOW = np.array([0.0, 0.0, -3.0, -12.0, 0.0, -6.0])
-_HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 3.0])
+_START = np.array([0.6, 0.6, 0.55, math.log(0.3), 0.4, 1.0, 0.3])
+"""``mu, nu / mu, sigma, log(xi (n - 1)), t, log zeta, phi / omega``."""
+_STEP = 1e-5
+"""Of the differences that stand for derivatives."""
+_CLIMBS = 3
+"""Rounds in which the largest rows are sought and the multipliers fitted to them."""
+_LARGEST = 100
+"""Rows that enter the program of the multipliers."""
+_LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
+_HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 3.0, 1.0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +59,27 @@ class Plan:
     rows: list[_Rows]
 
 
+def _nothing(columns: Columns, count: int) -> Multipliers:
+    """Multipliers that say nothing."""
+    table = np.zeros((len(Multipliers.names()), count))
+    table[Multipliers.names().index("phi")] = columns.omega
+    return Multipliers(*table)
+
+
 def _evaluate(columns: Columns, r: float, z: Array) -> _Rows:
     """The rows among the points ``z (4, count)`` that are possible."""
     with np.errstate(invalid="ignore"):
-        value, _ = columns.off(z, z, Multipliers(*np.zeros((6, z.shape[1]))))
+        value, _ = columns.off(z, z, _nothing(columns, z.shape[1]))
     z = z[:, value > -np.inf]
     box = columns.box(z, z)
     plane = columns.plane(box)
     reach = columns.reach_at(plane, box)
-    least, most = columns.gaps(box, Range.of(reach))
-    low = np.clip(least.lo, 0.0, 1.0)
-    gaps = low + _GAPS * (np.clip(most.hi, low, 1.0) - low)
-    cap = (columns.a * z[1]) ** 2 * columns.cap(box)
-    gamma = np.minimum(np.maximum(reach - columns.price(box).lo * gaps, 0.0), cap)
+    least, price = columns.least_loss(box).lo, np.maximum(columns.price(box).lo, 1e-300)
+    most = np.maximum(np.minimum(reach, price), least)
+    losses = least + _GAPS * (most - least)
+    cap = (columns.a * z[1]) ** 2 * columns.cap(box).hi
+    gamma = np.minimum(np.maximum(reach - losses, 0.0), cap)
+    gaps = np.minimum(losses / price, 1.0)
     return _Rows(r, z, gaps, gamma)
 
 
@@ -95,7 +108,8 @@ def sample_rows(columns: Columns, r: float, count: int) -> _Rows:
         for mu in (0.0, 0.3, 0.6, 0.9):
             for sigma in (0.3, 0.5, 0.7, 1.0):
                 for nu, t, zeta in ((0.0, 0.0, 0.0), (mu, 0.4, 4.0), (mu, 0.7, 1.0)):
-                    keep.update(np.argsort(values(mu, nu, sigma, None, t, zeta))[-16:].tolist())
+                    what = np.array([mu, nu, sigma, 0.0, t, zeta, 1e-9, t])
+                    keep.update(np.argsort(values(what, flat=True))[-16:].tolist())
     return rows.keep(np.array(sorted(keep)))
 
 
@@ -108,17 +122,22 @@ class _Values:
         light = np.log1p(-np.minimum(p, 1 - 1e-16))
         self.n, self.d, self.bend = columns.n, columns.d, columns.a * rows.r**2
         self.gap, self.short = rows.gap, 1 - columns.square(h)
-        self.weight = np.log(columns.row_weight(p, rows.gamma)) + np.log1p(columns.t(h))
-        self.square = columns.a * h**2
+        self.square, self.omega = columns.a * h**2, columns.omega
+        thin = 1 + columns.omega * self.square
+        self.weight = np.log(columns.row_weight(p, rows.gamma / thin)) + np.log1p(columns.t(h))
         self.logit = self.square - lq + lp
         self.odds, self.log_share = light - lp, lq - light
 
-    def __call__(self, mu: float, nu: float, sigma: float, xi: float | None, t: float, zeta: float) -> Array:
-        pull = mu - nu * t
+    def __call__(self, what: Array, *, flat: bool = False) -> Array:
+        mu, nu, sigma, xi, t, zeta, phi, s = what.tolist()
+        left = max(phi - nu * (s - t), 0.0)
+        kappa = mu - nu * t - phi + left
         value = (self.weight + nu * np.log1p(zeta * self.gap)).max(axis=0) - nu * np.log1p(zeta * self.short)
-        value = value + mu * self.odds + (mu - 2 * pull * sigma) * self.logit + pull * self.bend * sigma**2
-        value = value - nu * t * self.square - 0.5 * nu * self.d * math.log1p(-(t**2))
-        if xi is None:
+        value = value + mu * self.odds + (mu - 2 * kappa * sigma) * self.logit + kappa * self.bend * sigma**2
+        value = value + (left - nu * t) * self.square
+        value = value - 0.5 * nu * ((self.d - 1) * math.log1p(-(t**2)) + math.log1p(-(s**2)))
+        value = value - math.log(phi / self.omega) + phi / self.omega - 1
+        if flat:
             return np.asarray(value + (1 - mu) * math.log(self.n - 1))
         x, log_y, kl = _share_grid(self.n)
         share = ((mu - 1) * np.log(x) - xi / x - (mu - nu) * kl).max(axis=0) + xi * (self.n - 1)
@@ -133,26 +152,63 @@ def _share_grid(n: int) -> tuple[Array, Array, Array]:
     return x, np.log(y), rel_entr(x, y) + rel_entr(1 - x, 1 - y)
 
 
-def _multipliers(v: Array, n: int) -> Array:
-    """``mu, nu, sigma, xi, t, zeta`` from the coordinates of the search."""
-    mu, part, sigma, log_xi, t, log_zeta = np.clip(v, _LOW, _HIGH)
-    return np.array([mu, mu * part, sigma, math.exp(log_xi) / (n - 1), t, math.exp(log_zeta)])
+def _multipliers(v: Array, columns: Columns) -> Array:
+    """``mu, nu, sigma, xi, t, zeta, phi, s`` from the coordinates of the search."""
+    mu, part, sigma, log_xi, t, log_zeta, share = np.clip(v, _LOW, _HIGH)
+    nu, phi = mu * part, share * columns.omega
+    # a hair inside kappa >= 0
+    s = min(t + phi / max(nu, 1e-9), 0.5 * (1.0 + t))
+    taken = min(phi, nu * (s - t))
+    if taken > (mu - nu * t) * (1 - 1e-9):
+        s = t + (mu - nu * t) / max(nu, 1e-9) * (1 - 1e-9)
+    return np.array([mu, nu, sigma, math.exp(log_xi) / (columns.n - 1), t, math.exp(log_zeta), phi, s])
 
 
-def _best(columns: Columns, rows: _Rows, start: Array, steps: int) -> tuple[float, Array]:
-    """Least maximum over the rows, and the coordinates there."""
+def _best(columns: Columns, rows: _Rows, start: Array, rounds: int) -> tuple[float, Array]:
+    """Least maximum over the rows, and the coordinates there: a program with one inequality for each of the largest rows."""
     values = _Values(columns, rows)
+    v, best = start, (math.inf, start)
+    bounds = Bounds(np.append(_LOW, -np.inf), np.append(_HIGH, np.inf))
+    up = np.eye(len(_LOW) + 1)[-1]
+    for _ in range(rounds):
+        each = values(_multipliers(v, columns))
+        worst = _Values(columns, rows.keep(np.argsort(each)[-_LARGEST:]))
 
-    def loss(v: Array) -> float:
-        outside = float(np.abs(v - np.clip(v, _LOW, _HIGH)).sum())
-        return float(values(*_multipliers(v, columns.n)).max()) + outside
+        def room(x: Array, worst: _Values = worst) -> Array:
+            return np.asarray(x[-1] - worst(_multipliers(x[:-1], columns)))
 
-    # inward
-    steps_in = np.where(start + _STEPS > _HIGH, -_STEPS, np.where(start + _STEPS < _LOW, -_STEPS, _STEPS))
-    simplex = start + np.vstack([np.zeros(6), np.diag(steps_in)])
-    options = {"xatol": 2e-3, "fatol": 5e-4, "maxiter": steps, "initial_simplex": simplex, "adaptive": True}
-    found = minimize(loss, start, method="Nelder-Mead", options=options)
-    return float(found.fun), np.clip(found.x, _LOW, _HIGH)
+        def slopes(x: Array, room: Callable[[Array], Array] = room) -> Array:
+            steps = np.diag(np.append(np.where(x[:-1] + _STEP > _HIGH, -_STEP, _STEP), _STEP))
+            return np.stack([(room(x + e) - room(x)) / e[k] for k, e in enumerate(steps)], axis=1)
+
+        found = minimize(
+            lambda x: float(x[-1]),
+            np.append(v, each.max()),
+            jac=lambda x: up,
+            constraints={"type": "ineq", "fun": room, "jac": slopes},
+            bounds=bounds,
+            method="SLSQP",
+            options={"maxiter": 40, "ftol": 1e-5},
+        )
+        v = np.clip(found.x[:-1], _LOW, _HIGH)
+        value = float(values(_multipliers(v, columns)).max())
+        if value >= best[0] - 1e-4:
+            break
+        best = (value, v)
+    return best
+
+
+def _climb(columns: Columns, rows: _Rows, what: Array, seed: int) -> _Rows:
+    """More rows, near the largest of these for the given multipliers."""
+    rng = np.random.default_rng(seed)
+    found = rows.keep(np.argsort(_Values(columns, rows)(what))[-16:])
+    for scale in (0.1, 0.03, 0.01):
+        z = np.repeat(found.z, 24, axis=1)
+        z[1:] += scale * np.array([[1.0], [3.0], [3.0]]) * rng.standard_normal((3, z.shape[1]))
+        z[1], z[2:] = np.clip(z[1], 1e-6, 1.0), np.clip(z[2:], columns.log_least_p, -1e-9)
+        found = found.join(_evaluate(columns, rows.r, z))
+        found = found.keep(np.argsort(_Values(columns, found)(what))[-16:])
+    return rows.join(found)
 
 
 def _own(columns: Columns, r: Array, cells: int) -> Array:
@@ -170,7 +226,7 @@ def choose(base: Columns, *, deep: bool) -> Plan:
 
     def columns_at(v: Array) -> Columns:
         v = np.clip(v, -7.0, 4.0)
-        return replace(base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]))
+        return replace(base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]), omega=math.exp(v[4]))
 
     def loss(v: Array) -> float:
         columns = columns_at(v)
@@ -178,22 +234,22 @@ def choose(base: Columns, *, deep: bool) -> Plan:
         worst = 0.0
         # the worst radii first: the others seldom matter
         for k in order:
-            log_off, memory[k] = _best(columns, samples[k], memory[k], 25)
+            log_off, memory[k] = _best(columns, samples[k], memory[k], 2)
             sums[k] = math.exp(log_off) + own[k]
             worst = max(worst, sums[k])
         return math.log(worst) + 0.01 * float(np.abs(v - np.clip(v, -7.0, 4.0)).sum())
 
     order = list(range(len(radii)))
     sums = np.zeros(len(radii))
-    best: tuple[float, Array] = (math.inf, np.zeros(4))
-    starts = (
-        [[0.1, 0.0, -0.9, -3.5], [0.0, 1.2, -1.8, -1.5], [0.0, 1.6, -2.6, -1.7]] if deep else [[0.1, 0.0, -0.9, -3.5]]
-    )
-    steps = np.diag([0.3, 0.5, 0.3, 1.5])
+    best: tuple[float, Array] = (math.inf, np.zeros(5))
+    starts = [[0.1, 0.0, -0.9, -3.5, -1.5]]
+    if deep:
+        starts += [[0.0, 1.2, -1.8, -1.5, -1.0], [0.0, 1.6, -2.6, -1.7, -3.0]]
+    steps = np.diag([0.3, 0.5, 0.3, 1.5, 0.7])
     for k in range(len(starts) + deep):
         # the method stalls at kinks: begin again at the best
         first = np.array(starts[k]) if k < len(starts) else best[1]
-        simplex = first + np.vstack([np.zeros(4), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
+        simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
         options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40 if deep else 25, "initial_simplex": simplex}
         found = minimize(loss, first, method="Nelder-Mead", options=options)
         if found.fun < best[0]:
@@ -203,20 +259,20 @@ def choose(base: Columns, *, deep: bool) -> Plan:
     nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
     rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
     starts_at = [memory[k] for k in nearest]
-    return _fit(Plan(columns, edges, Multipliers(*np.zeros((6, len(rows)))), rows), starts_at, range(len(rows)))
+    return _fit(Plan(columns, edges, _nothing(columns, len(rows)), rows), starts_at, range(len(rows)))
 
 
 def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:
     table = np.array([getattr(plan.multipliers, key) for key in Multipliers.names()])
-    for k, start in zip(cells, starts, strict=True):
-        least, v = _best(plan.columns, plan.rows[k], start, 120)
-        # the method stalls at kinks: begin again at the best, and where nothing was known
-        for again in (v, _START):
-            other, w = _best(plan.columns, plan.rows[k], again, 120)
-            if other < least:
-                least, v = other, w
-        table[:, k] = _multipliers(v, plan.columns.n)
-    return replace(plan, multipliers=Multipliers(*table))
+    all_rows = list(plan.rows)
+    for k, v in zip(cells, starts, strict=True):
+        rows = all_rows[k]
+        for seed in range(_CLIMBS):
+            _, v = min((_best(plan.columns, rows, start, 3) for start in (v, _START)), key=lambda pair: pair[0])
+            rows = _climb(plan.columns, rows, _multipliers(v, plan.columns), seed)
+        _, v = _best(plan.columns, rows, v, 3)
+        all_rows[k], table[:, k] = rows, _multipliers(v, plan.columns)
+    return replace(plan, multipliers=Multipliers(*table), rows=all_rows)
 
 
 def add_rows(plan: Plan, cell: int, z: Array) -> Plan:
@@ -231,6 +287,7 @@ def add_rows(plan: Plan, cell: int, z: Array) -> Plan:
 
 def refine(plan: Plan, cell: int) -> Plan:
     """New multipliers for one cell of r, from its rows."""
-    mu, nu, sigma, xi, t, zeta = (float(getattr(plan.multipliers, key)[cell]) for key in Multipliers.names())
-    coordinates = [mu, nu / max(mu, 1e-9), sigma, math.log(xi * (plan.columns.n - 1)), t, math.log(zeta)]
+    mu, nu, sigma, xi, t, zeta, phi, _ = (float(getattr(plan.multipliers, key)[cell]) for key in Multipliers.names())
+    logs = math.log(xi * (plan.columns.n - 1)), math.log(zeta)
+    coordinates = [mu, nu / max(mu, 1e-9), sigma, logs[0], t, logs[1], phi / plan.columns.omega]
     return _fit(plan, [np.clip(coordinates, _LOW, _HIGH)], [cell])
