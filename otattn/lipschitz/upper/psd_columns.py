@@ -97,6 +97,8 @@ class Tilt(NamedTuple):
 
     mu: Any
     nu: Any
+    lure: Any
+    """nu, on what grows with the loss."""
     zeta: Any
     lean: Any
     along: Any
@@ -181,22 +183,32 @@ class Columns(Rows):
         slopes = self.reach_slopes(box, E, plane)._replace(loss=Range.of(self.wrap(-np.ones(lo.shape[1]))))
         bound, moves = self.by_middle(box, at, tilt, there, gamma, slopes)
         value = np.where(smooth, np.minimum(value, bound), value)
+        # the least loss in Gamma, the largest in the crowd: no slopes in h near 0
+        crowd = tilt.nu * np.log1p(tilt.zeta * self.gap(box).hi)
+        fixed, flat = replace(box, loss=Range.of(box.loss.lo)), replace(at, loss=Range.of(box.loss.lo))
+        still = tilt._replace(lure=0.0 * tilt.nu)
+        there, slopes = self.reach_at(plane, at) - box.loss.lo, slopes._replace(loss=Range.of(0.0 * reach.hi))
+        apart, others = self.by_middle(fixed, flat, still, there, self.gamma(reach, fixed), slopes)
+        apart = apart + crowd
+        moves = np.where(np.asarray(upper(apart)) < np.asarray(upper(bound)), upper(others), upper(moves))
+        value = np.where(box.p.hi < _NEAR_ONE, np.minimum(value, apart), value)
         for own, share in ((False, box.p), (True, box.q)):
             bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
             value = np.where((share.lo > 0.5) & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
-        pull = np.array([upper(in_r * (r - box.r.lo)), *upper(moves[:3])]) + 1e-12
+        pull = np.array([upper(in_r * (r - box.r.lo)), *moves[:3]]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
 
     def at_best_losses(self, box: Box, reach: Range, tilt: Tilt) -> Box:
         """The boxes with a range of the losses where the terms are at their largest."""
-        least, cap = self.least_loss(box), (self.a * box.h.lo) ** 2 * self.cap(box).lo
+        least, price = self.least_loss(box), self.price(box)
         low = np.maximum(np.asarray(lower(least.lo)), 0.0)
-        high = np.maximum(np.asarray(upper(reach.hi)), low)
+        high = np.maximum(np.minimum(np.asarray(upper(reach.hi)), np.asarray(upper(price.hi))), low)
         # below a loss that all rows can have, where all slopes are positive, and above one where all are negative
-        below, under = low.copy(), np.clip(np.asarray(lower(reach.lo)), low, high)
+        below, sure = low.copy(), np.minimum(np.asarray(lower(reach.lo)), np.asarray(lower(price.lo)))
+        under = np.clip(sure, low, high)
         above, over = high.copy(), low.copy()
         for _ in range(_HALVINGS):
             trial = 0.5 * (below + under)
@@ -206,7 +218,10 @@ class Columns(Rows):
             down = np.asarray(upper(self.loss_slope(box, reach, tilt, trial).hi)) <= 0
             above, over = np.where(down, trial, above), np.where(down, over, trial)
         # no loss is below the least, and one that brings Gamma just to the cap may be the best
-        last = np.clip(np.maximum(np.asarray(upper(least.hi)), np.asarray(upper(reach.hi - cap))), below, high)
+        some = (np.asarray(lower(box.p.lo)) > 0.5) | (np.asarray(lower(box.q.lo)) > 0.5)
+        crossing = reach.hi - (self.a * box.h.lo) ** 2 * self.cap(box).lo
+        last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
+        last = np.clip(last, below, high)
         return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
 
     def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array) -> Range:
@@ -218,7 +233,7 @@ class Columns(Rows):
 
     def crowd_slope(self, box: Box, tilt: Tilt) -> Range:
         """The derivative of ``nu log(1 + zeta gap)`` in the loss."""
-        price, pull = self.price(box), tilt.nu * tilt.zeta
+        price, pull = self.price(box), tilt.lure * tilt.zeta
         low, high = price.hi + tilt.zeta * box.loss.hi, price.lo + tilt.zeta * box.loss.lo
         return Range(pull / np.maximum(low, 1e-300), pull / np.maximum(high, 1e-300))
 
@@ -231,7 +246,7 @@ class Columns(Rows):
         level = -0.5 * nu * ((self.d - 1) * np.log1p(-(t**2)) + np.log1p(-(along_e**2)))
         level = level - np.log(phi / self.omega) + phi / self.omega - 1
         tail = kappa * self.a * sigma**2 * self.wrap(r) ** 2
-        return Tilt(mu, nu, zeta, along - mu, along, along - nu * t + left, tail, level)
+        return Tilt(mu, nu, nu, zeta, along - mu, along, along - nu * t + left, tail, level)
 
     def metric(self, h: Range) -> Range:
         """``1 + omega a h^2``, the square of what the metric makes of ``g``."""
@@ -254,14 +269,14 @@ class Columns(Rows):
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
         logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
-        crowd = np.log1p(tilt.zeta * self.gap(box).hi) - np.log1p(tilt.zeta * self.shortfall(h).lo)
+        crowd = tilt.lure * np.log1p(tilt.zeta * self.gap(box).hi) - tilt.nu * np.log1p(tilt.zeta * self.shortfall(h).lo)
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
             + np.log1p(self.t(h.lo))
             + tilt.mu * np.log1p(-np.minimum(box.p.lo, 1 - 1e-16))
             + np.maximum(tilt.lean * lp.lo, tilt.lean * lp.hi)
             + logit
-            + tilt.nu * crowd
+            + crowd
             + tilt.tail
             + tilt.level
         )
@@ -275,7 +290,7 @@ class Columns(Rows):
         short = self.shortfall(h)
         own = Range(pull * z.lo / (1 + tilt.zeta * short.hi), pull * z.hi / (1 + tilt.zeta * short.lo))
         # nu log(1 + zeta loss / price)
-        gap = self.gap(box)
+        gap, pull = self.gap(box), tilt.lure * tilt.zeta
         crowd = Range(pull * gap.lo / (1 + tilt.zeta * gap.lo), pull * gap.hi / (1 + tilt.zeta * gap.hi))
         inverse = Range(2 / np.maximum(h.hi, _NEAR_ZERO), 2 / np.maximum(h.lo, _NEAR_ZERO))
         odds = Range(p.lo / np.maximum(1 - p.lo, 1 - _NEAR_ONE), p.hi / np.maximum(1 - p.hi, 1 - _NEAR_ONE))
