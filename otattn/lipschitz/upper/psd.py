@@ -250,8 +250,8 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     deep = effort == "deep"
     base = Columns(head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a), 0.1)
     plan = choose(base, deep=deep)
-    tol, cells = (5e-3, _CELLS) if deep else (2e-2, _CELLS // 5)
-    plan, found = _polish(plan, rounds=8 if deep else 2, tol=4 * tol, max_cells=cells // 3)
+    tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 6)
+    plan, found = _polish(plan, rounds=4 if deep else 2, tol=4 * tol, max_cells=cells // 3)
     found = _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=cells)
     columns, sought = plan.columns, plan.multipliers
     return certify(

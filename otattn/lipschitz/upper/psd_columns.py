@@ -177,14 +177,14 @@ class Columns(Rows):
         # increasing in h, where Gamma is a multiple of h^2
         capped = (self.a * box.h.hi) ** 2 * self.cap(box).hi / self.metric(box.h).hi
         largest = np.minimum(self.thinned(gamma, box).hi, capped)
-        value = self.at_corner(box, largest, tilt)
+        value = self.at_corner(box, largest, tilt, 1.0)
         smooth = (box.p.hi < _NEAR_ONE) & (box.h.lo > _NEAR_ZERO)
         there = self.reach_at(plane, at) - at.loss.lo
         slopes = self.reach_slopes(box, E, plane)._replace(loss=Range.of(self.wrap(-np.ones(lo.shape[1]))))
         bound, moves = self.by_middle(box, at, tilt, there, gamma, slopes)
         value = np.where(smooth, np.minimum(value, bound), value)
         # the least loss in Gamma, the largest in the crowd: no slopes in h near 0
-        crowd = tilt.nu * np.log1p(tilt.zeta * self.gap(box).hi)
+        crowd = tilt.nu * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, 1.0))
         fixed, flat = replace(box, loss=Range.of(box.loss.lo)), replace(at, loss=Range.of(box.loss.lo))
         still = tilt._replace(lure=0.0 * tilt.nu)
         there, slopes = self.reach_at(plane, at) - box.loss.lo, slopes._replace(loss=Range.of(0.0 * reach.hi))
@@ -264,12 +264,15 @@ class Columns(Rows):
         bend = self.thinned(gamma, box) * (box.h * (2 * self.omega * self.a))
         return Slopes(*(inverse * x for x in slopes._replace(h=slopes.h - bend)))
 
-    def at_corner(self, box: Box, gamma: Any, tilt: Tilt) -> Any:
-        """The logarithm of a term, each of its parts at its worst corner of the box; ``gamma`` is the largest ``Gamma``."""
+    def at_corner(self, box: Box, gamma: Any, tilt: Tilt, most: float = math.inf) -> Any:
+        """The logarithm of a term, each of its parts at its worst corner of the box.
+
+        ``gamma`` is the largest ``Gamma``, and no gap is above ``most``.
+        """
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
         logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
-        crowd = tilt.lure * np.log1p(tilt.zeta * self.gap(box).hi) - tilt.nu * np.log1p(tilt.zeta * self.shortfall(h).lo)
+        crowd = tilt.lure * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, most)) - tilt.nu * np.log1p(tilt.zeta * self.shortfall(h).lo)
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
             + np.log1p(self.t(h.lo))

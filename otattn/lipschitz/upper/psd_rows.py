@@ -254,10 +254,9 @@ class Rows:
         return Range((self.a * box.h.lo) ** 2 * (1 - box.p.hi), (self.a * box.h.hi) ** 2 * (1 - box.p.lo))
 
     def gap(self, box: Box) -> Range:
-        """``loss / price``, at most one."""
+        """``loss / price``, at most one for real rows."""
         price = self.price(box)
-        low, high = box.loss.lo / np.maximum(price.hi, 1e-300), box.loss.hi / np.maximum(price.lo, 1e-300)
-        return Range(np.minimum(low, 1.0), np.minimum(high, 1.0))
+        return Range(box.loss.lo / np.maximum(price.hi, 1e-300), box.loss.hi / np.maximum(price.lo, 1e-300))
 
     def gamma(self, reach: Range, box: Box) -> Range:
         """``reach - loss``, which bounds Gamma. A negative lower end says only that 0 is met."""
