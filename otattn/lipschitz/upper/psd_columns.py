@@ -21,7 +21,7 @@ from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
 
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""
-_HALVINGS = 8
+_HALVINGS = 5
 """Of the range of losses where the largest term is sought."""
 _NEAR_ONE, _NEAR_ZERO = 1 - 1e-9, 1e-6
 """Slopes in p above the first and in h below the second are not used."""

@@ -21,12 +21,12 @@ _START = np.array([0.6, 0.6, 0.55, math.log(0.3), 0.4, 1.0, 0.3])
 """``mu, nu / mu, sigma, log(xi (n - 1)), t, log zeta, phi / omega``."""
 _STEP = 1e-5
 """Of the differences that stand for derivatives."""
-_CLIMBS = 3
+_CLIMBS = 2
 """Rounds in which the largest rows are sought and the multipliers fitted to them."""
 _LARGEST = 100
 """Rows that enter the program of the multipliers."""
 _LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
-_HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 3.0, 1.0])
+_HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 6.0, 1.0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,13 @@ class Plan:
     edges: Array
     multipliers: Multipliers
     rows: list[_Rows]
+    high: Array
+    """Of the coordinates of the multipliers."""
+
+
+def _high(most_zeta: float) -> Array:
+    """``_HIGH`` with the largest zeta."""
+    return np.where(np.arange(_HIGH.size) == 5, math.log(most_zeta), _HIGH)
 
 
 def _nothing(columns: Columns, count: int) -> Multipliers:
@@ -164,11 +171,12 @@ def _multipliers(v: Array, columns: Columns) -> Array:
     return np.array([mu, nu, sigma, math.exp(log_xi) / (columns.n - 1), t, math.exp(log_zeta), phi, s])
 
 
-def _best(columns: Columns, rows: _Rows, start: Array, rounds: int) -> tuple[float, Array]:
+def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int) -> tuple[float, Array]:
     """Least maximum over the rows, and the coordinates there: a program with one inequality for each of the largest rows."""
     values = _Values(columns, rows)
-    v, best = start, (math.inf, start)
-    bounds = Bounds(np.append(_LOW, -np.inf), np.append(_HIGH, np.inf))
+    v = np.clip(start, _LOW, high)
+    best = (math.inf, v)
+    bounds = Bounds(np.append(_LOW, -np.inf), np.append(high, np.inf))
     up = np.eye(len(_LOW) + 1)[-1]
     for _ in range(rounds):
         each = values(_multipliers(v, columns))
@@ -178,7 +186,7 @@ def _best(columns: Columns, rows: _Rows, start: Array, rounds: int) -> tuple[flo
             return np.asarray(x[-1] - worst(_multipliers(x[:-1], columns)))
 
         def slopes(x: Array, room: Callable[[Array], Array] = room) -> Array:
-            steps = np.diag(np.append(np.where(x[:-1] + _STEP > _HIGH, -_STEP, _STEP), _STEP))
+            steps = np.diag(np.append(np.where(x[:-1] + _STEP > high, -_STEP, _STEP), _STEP))
             return np.stack([(room(x + e) - room(x)) / e[k] for k, e in enumerate(steps)], axis=1)
 
         found = minimize(
@@ -190,7 +198,7 @@ def _best(columns: Columns, rows: _Rows, start: Array, rounds: int) -> tuple[flo
             method="SLSQP",
             options={"maxiter": 40, "ftol": 1e-5},
         )
-        v = np.clip(found.x[:-1], _LOW, _HIGH)
+        v = np.clip(found.x[:-1], _LOW, high)
         value = float(values(_multipliers(v, columns)).max())
         if value >= best[0] - 1e-4:
             break
@@ -218,9 +226,10 @@ def _own(columns: Columns, r: Array, cells: int) -> Array:
     return np.asarray(columns.own(points, (q, q)).max(axis=1))
 
 
-def choose(base: Columns, *, deep: bool) -> Plan:
-    """Weights and multipliers that make the sampled bound small."""
-    radii = np.linspace(0.1, 1.0, 10 if deep else 7)
+def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
+    """Weights and multipliers that make the sampled bound small, ``zeta`` at most so much: the larger, the more boxes."""
+    radii = np.linspace(0.1, 1.0, 10) if deep else np.linspace(0.2, 1.0, 5)
+    high = _high(most_zeta)
     samples = [sample_rows(base, float(r), 2**13 if deep else 2**12) for r in radii]
     memory = [_START for _ in radii]
 
@@ -234,7 +243,7 @@ def choose(base: Columns, *, deep: bool) -> Plan:
         worst = 0.0
         # the worst radii first: the others seldom matter
         for k in order:
-            log_off, memory[k] = _best(columns, samples[k], memory[k], 2)
+            log_off, memory[k] = _best(columns, samples[k], memory[k], high, 2)
             sums[k] = math.exp(log_off) + own[k]
             worst = max(worst, sums[k])
         return math.log(worst) + 0.01 * float(np.abs(v - np.clip(v, -7.0, 4.0)).sum())
@@ -255,11 +264,11 @@ def choose(base: Columns, *, deep: bool) -> Plan:
         if found.fun < best[0]:
             best = (float(found.fun), found.x)
     columns = columns_at(best[1])
-    edges = np.linspace(0.0, 1.0, 33 if deep else 17)
+    edges = np.linspace(0.0, 1.0, 13 if deep else 9)
     nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
     rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
     starts_at = [memory[k] for k in nearest]
-    return _fit(Plan(columns, edges, _nothing(columns, len(rows)), rows), starts_at, range(len(rows)))
+    return _fit(Plan(columns, edges, _nothing(columns, len(rows)), rows, high), starts_at, range(len(rows)))
 
 
 def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:
@@ -268,9 +277,9 @@ def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:
     for k, v in zip(cells, starts, strict=True):
         rows = all_rows[k]
         for seed in range(_CLIMBS):
-            _, v = min((_best(plan.columns, rows, start, 3) for start in (v, _START)), key=lambda pair: pair[0])
+            _, v = min((_best(plan.columns, rows, start, plan.high, 3) for start in (v, _START)), key=lambda pair: pair[0])
             rows = _climb(plan.columns, rows, _multipliers(v, plan.columns), seed)
-        _, v = _best(plan.columns, rows, v, 3)
+        _, v = _best(plan.columns, rows, v, plan.high, 3)
         all_rows[k], table[:, k] = rows, _multipliers(v, plan.columns)
     return replace(plan, multipliers=Multipliers(*table), rows=all_rows)
 
@@ -290,4 +299,4 @@ def refine(plan: Plan, cell: int) -> Plan:
     mu, nu, sigma, xi, t, zeta, phi, _ = (float(getattr(plan.multipliers, key)[cell]) for key in Multipliers.names())
     logs = math.log(xi * (plan.columns.n - 1)), math.log(zeta)
     coordinates = [mu, nu / max(mu, 1e-9), sigma, logs[0], t, logs[1], phi / plan.columns.omega]
-    return _fit(plan, [np.clip(coordinates, _LOW, _HIGH)], [cell])
+    return _fit(plan, [np.clip(coordinates, _LOW, plan.high)], [cell])
