@@ -7,7 +7,7 @@ every range is exact.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,13 +168,14 @@ class Rows:
 
     def box(self, lo: Array, hi: Array) -> Box:
         """The boxes with the corners ``lo, hi (4, count)``."""
-        sides = (Range(x, y) for x, y in zip(self.wrap(lo), self.wrap(hi), strict=True))
-        return Box(*sides, Range.of(self.wrap(np.zeros(lo.shape[1]))))
+        r, h, lp, lq = (Range(x, y) for x, y in zip(self.wrap(lo), self.wrap(hi), strict=True))
+        return Box(r, h, lp, lq, Range.of(self.wrap(np.zeros(lo.shape[1]))))
 
     def middle(self, lo: Array, hi: Array, loss: Range) -> Box:
         """Their middles in h, log p, log q and loss, with the largest r."""
-        sides = [Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])]))]
-        return Box(*sides, Range.of(self.wrap(0.5 * (np.asarray(lower(loss.lo)) + np.asarray(upper(loss.hi))))))
+        r, h, lp, lq = (Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])])))
+        between = 0.5 * (np.asarray(lower(loss.lo)) + np.asarray(upper(loss.hi)))
+        return Box(r, h, lp, lq, Range.of(self.wrap(between)))
 
     def possible(self, box: Box) -> Any:
         """Boxes that may meet ``p + q <= 1``, ``|l_ij| <= a r h`` and ``|l_ik| <= a h`` for the other tokens k."""

@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, minimize
 from scipy.special import rel_entr
 
 from otattn._linalg import Array
-from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
-
+from otattn.lipschitz.upper.psd_columns import Columns
+from otattn.lipschitz.upper.psd_multipliers import Multipliers
 
 _GAPS = np.linspace(0.0, 1.0, 17)[:, None] ** 2
 """Where the gap of a row is tried, from the least possible to the largest."""
@@ -41,7 +42,7 @@ class _Rows:
     gap: Array
     gamma: Array
 
-    def keep(self, index: Array) -> _Rows:
+    def keep(self, index: Any) -> _Rows:
         return _Rows(self.r, self.z[:, index], self.gap[:, index], self.gamma[:, index])
 
     def join(self, other: _Rows) -> _Rows:
@@ -235,7 +236,9 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
 
     def columns_at(v: Array) -> Columns:
         v = np.clip(v, -7.0, 4.0)
-        return replace(base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]), omega=math.exp(v[4]))
+        return replace(
+            base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]), omega=math.exp(v[4])
+        )
 
     def loss(v: Array) -> float:
         columns = columns_at(v)
@@ -277,7 +280,9 @@ def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:
     for k, v in zip(cells, starts, strict=True):
         rows = all_rows[k]
         for seed in range(_CLIMBS):
-            _, v = min((_best(plan.columns, rows, start, plan.high, 3) for start in (v, _START)), key=lambda pair: pair[0])
+            _, v = min(
+                (_best(plan.columns, rows, start, plan.high, 3) for start in (v, _START)), key=lambda pair: pair[0]
+            )
             rows = _climb(plan.columns, rows, _multipliers(v, plan.columns), seed)
         _, v = _best(plan.columns, rows, v, plan.high, 3)
         all_rows[k], table[:, k] = rows, _multipliers(v, plan.columns)
