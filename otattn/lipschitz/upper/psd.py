@@ -54,7 +54,8 @@ E_{Q_i}[1 - z(h_k)]`` and ``zeta >= 0``, the test function ``1 + zeta (1 - z(h_k
 because the second token has the law alpha, too. Let e be the direction of ``A^{1/2} e_j``: ``f_i <= 1 + omega a <y_i, e>^2``, and
 for each ``phi > 0`` the concave logarithm has ``E log f_i <= log(omega/phi) + phi/omega - 1 + phi a (<ybar, e>^2 + beta)``. What
 of ``phi a beta`` is not paid by ``nu (s - t) a beta``, the part ``left = (phi - nu (s - t))_+``, is at most ``left a (E h_i^2 -
-|ybar|^2)``. All in all ``|ybar|^2`` has the factor ``-kappa a``, ``kappa = mu - nu t - phi + left >= 0``. With u the direction
+|ybar|^2)``. All in all ``|ybar|^2`` has the factor ``-kappa a``, ``kappa = mu - nu t - phi + left``, at least ``mu - nu s >= 0``
+(for ``s < t`` too). With u the direction
 of ``y_j``, ``s_i = <y_i, u>``, ``-|ybar|^2 <= sigma'^2 - 2 sigma' E s``, ``sigma' = sigma r``. Hence, for all multipliers,
 functions of r, a maximum over single rows bounds the sum:
 
@@ -195,11 +196,6 @@ def _columns_of(multipliers: Mapping[str, Array], cells: tuple[int]) -> Multipli
         raise ValueError(f"0 <= nu <= mu <= 1 and t, s < 1 are required, received {nu!r}, {mu!r}, {t!r}, {s!r}.")
     sigma = multiplier(multipliers, "sigma", cells)
     xi, phi = (multiplier(multipliers, key, cells, positive=True) for key in ("xi", "phi"))
-    # what is left of |ybar|^2 must be concave: kappa >= 0
-    if (s < t).any() or (
-        lift(mu) - lift(nu) * t - phi + np.maximum(lift(phi) - lift(nu) * (lift(s) - t), 0.0)
-    ).lo.min() < 0:
-        raise ValueError("t <= s and mu - nu t >= min(phi, nu (s - t)) are required.")
     return Multipliers(mu, nu, sigma, xi, t, zeta, phi, s)
 
 

@@ -164,11 +164,7 @@ def _multipliers(v: Array, columns: Columns) -> Array:
     """``mu, nu, sigma, xi, t, zeta, phi, s`` from the coordinates of the search."""
     mu, part, sigma, log_xi, t, log_zeta, share = np.clip(v, _LOW, _HIGH)
     nu, phi = mu * part, share * columns.omega
-    # a hair inside kappa >= 0
     s = min(t + phi / max(nu, 1e-9), 0.5 * (1.0 + t))
-    taken = min(phi, nu * (s - t))
-    if taken > (mu - nu * t) * (1 - 1e-9):
-        s = t + (mu - nu * t) / max(nu, 1e-9) * (1 - 1e-9)
     return np.array([mu, nu, sigma, math.exp(log_xi) / (columns.n - 1), t, math.exp(log_zeta), phi, s])
 
 
