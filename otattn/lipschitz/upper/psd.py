@@ -85,7 +85,8 @@ the row j itself: p merges with q, ``1 - q`` is shared by n - 1 tokens.
 box of ``(r, h, log p, log q)`` the best losses lie where its slopes, as ranges over the box, can change sign; or where Gamma
 meets the cap ``4 a^2 h^2 p (1-p)``, or at the least loss.
 
-**Evaluation.** All is a function of ``(r, h, log p, log q)`` that increases in r: boxes, branch and bound. Weights
+**Evaluation.** All is a function of ``(r, h, log p, log q)`` that increases in r: boxes, branch and bound. Large ``zeta`` takes
+many boxes. Weights
 and multipliers may be any: they are searched for on samples, and only the last maximum is proved.
 
 When A is within delta of a PSD matrix (rounding), the constant moves by at most ``v delta ((4 + 7a) sqrt(n) + 2a +
@@ -248,20 +249,21 @@ def _hypotheses(head: UnitNumbers) -> tuple[Any, float]:
 def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
     """Upper bound of the Lipschitz constant of n tokens for a positive semidefinite form, by branch and bound.
 
-    It is much sharper than the general bounds for ``||A|| R^2`` up to about 30, where a row still sees its own token, and n up
-    to a few dozen; free of the dimension. For multiples of the identity it knows the norm of every token; for other PSD
-    forms it knows the norms of ``A^{1/2} x``, and how much they say of ``|x|`` through the least eigenvalue.
+    It is much sharper than the general bounds for ``||A|| R^2`` up to about 30, where a row still sees its own token and those
+    that resemble it, and n up to a hundred or so; the dimension matters little. For multiples of the identity it knows the norm
+    of every token; for other PSD forms it knows the norms of ``A^{1/2} x``, and how much they say of ``|x|`` through the least
+    eigenvalue.
 
     Other Parameters
     ----------------
     effort : {"fast", "deep"}
-        Search for the multipliers, and gap of the branch and bound: 1 percent or 0.25 percent.
+        Search for the multipliers, and gap of the branch and bound: 1 percent or 0.5 percent.
 
     Returns
     -------
     Certificate
-        Multipliers: the weights ``split`` (t0, g, t1), ``eta``, ``tau``; the cells of r (``edges``) with their ``mu``, ``sigma``
-        and ``xi``. A plain :class:`Bound` when A or V is zero.
+        Multipliers: the weights ``split`` (t0, g, t1), ``eta``, ``tau``, ``omega``; the cells of r (``edges``) with their ``mu``,
+        ``nu``, ``sigma``, ``xi``, ``t``, ``s``, ``zeta`` and ``phi``. A plain :class:`Bound` when A or V is zero.
 
     Examples
     --------
@@ -280,7 +282,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     base = Columns(
         head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a), 0.1
     )
-    tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 6)
+    tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 4)
     plan, found = _proved_plan(base, deep=deep, most_zeta=20.0 if deep else 4.0, tol=tol, max_cells=cells)
     if found.value > found.seen + 2 * tol:
         # too many boxes: what needs fewer may be the better bound
@@ -310,7 +312,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
 def _proved_plan(base: Columns, *, deep: bool, most_zeta: float, tol: float, max_cells: int) -> tuple[Plan, Maximum]:
     """Weights and multipliers, and the maximum that is proved with them."""
     plan = choose(base, deep=deep, most_zeta=most_zeta)
-    plan, _ = _polish(plan, rounds=4 if deep else 2, tol=4 * tol, max_cells=max_cells // 4)
+    plan, _ = _polish(plan, rounds=4 if deep else 2, tol=4 * tol, max_cells=max_cells // 6)
     return plan, _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=max_cells)
 
 

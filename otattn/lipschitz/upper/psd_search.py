@@ -24,7 +24,7 @@ _STEP = 1e-5
 """Of the differences that stand for derivatives."""
 _CLIMBS = 2
 """Rounds in which the largest rows are sought and the multipliers fitted to them."""
-_LARGEST = 100
+_LARGEST = 60
 """Rows that enter the program of the multipliers."""
 _LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
 _HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 6.0, 1.0])
@@ -183,8 +183,10 @@ def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int)
             return np.asarray(x[-1] - worst(_multipliers(x[:-1], columns)))
 
         def slopes(x: Array, room: Callable[[Array], Array] = room) -> Array:
-            steps = np.diag(np.append(np.where(x[:-1] + _STEP > high, -_STEP, _STEP), _STEP))
-            return np.stack([(room(x + e) - room(x)) / e[k] for k, e in enumerate(steps)], axis=1)
+            here = room(x)
+            steps = np.diag(np.where(x[:-1] + _STEP > high, -_STEP, _STEP))
+            moved = [(room(np.append(x[:-1] + e, x[-1])) - here) / e[k] for k, e in enumerate(steps)]
+            return np.stack([*moved, np.ones(here.size)], axis=1)
 
         found = minimize(
             lambda x: float(x[-1]),
@@ -242,7 +244,7 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
         worst = 0.0
         # the worst radii first: the others seldom matter
         for k in order:
-            log_off, memory[k] = _best(columns, samples[k], memory[k], high, 2)
+            log_off, memory[k] = _best(columns, samples[k], memory[k], high, 2 if deep else 1)
             sums[k] = math.exp(log_off) + own[k]
             worst = max(worst, sums[k])
         return math.log(worst) + 0.01 * float(np.abs(v - np.clip(v, -7.0, 4.0)).sum())
