@@ -236,7 +236,7 @@ def test_the_recheck_rejects_tampering():
     missing = {k: v for k, v in own.items() if k != "mu"}
     assert not replace(bound, multipliers=missing).verify()
     # other admissible multipliers prove less, never something false
-    other = replace(bound, multipliers={**own, "mu": 0.5 * own["mu"]})
+    other = replace(bound, multipliers={**own, "mu": 0.5 * own["mu"], "nu": 0.5 * own["nu"]})
     assert (
         other.proved_value()
         >= lipschitz_lower_bound(SoftmaxAttention(4 * np.eye(2), np.eye(2)), radius=1.0, n=3, rng=0).value
