@@ -126,6 +126,8 @@ _MARGIN = 5e-10, 1e-14
 _CELLS = 6_000_000
 _RECHECKED = 1_500_000
 """A recheck splits boxes above the target only: about a tenth of what the search for it took."""
+_LOOSE = 0.05
+"""A search that leaves more than this in the logarithm of the square is tried again with a smaller zeta."""
 _DROP = 6.0
 """How much looseness of the other sides a fall of the own term outweighs."""
 _LARGEST = 1000.0
@@ -286,9 +288,9 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     )
     tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 4)
     plan, found = _proved_plan(base, deep=deep, most_zeta=20.0 if deep else 4.0, tol=tol, max_cells=cells)
-    if found.value > found.seen + 2 * tol:
+    if found.value > found.seen + _LOOSE:
         # too many boxes: what needs fewer may be the better bound
-        other = _proved_plan(base, deep=False, most_zeta=0.1, tol=tol, max_cells=cells)
+        other = _proved_plan(base, deep=False, most_zeta=4.0 if deep else 0.1, tol=tol, max_cells=cells)
         plan, found = min((plan, found), other, key=lambda pair: pair[1].value)
     columns, sought = plan.columns, plan.multipliers
     return certify(
