@@ -24,7 +24,7 @@ _STEP = 1e-5
 """Of the differences that stand for derivatives."""
 _CLIMBS = 2
 """Rounds in which the largest rows are sought and the multipliers fitted to them."""
-_LARGEST = 60
+_LARGEST = 80
 """Rows that enter the program of the multipliers."""
 _LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
 _HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 6.0, 1.0])
@@ -172,12 +172,13 @@ def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int)
     """Least maximum over the rows, and the coordinates there: a program with one inequality for each of the largest rows."""
     values = _Values(columns, rows)
     v = np.clip(start, _LOW, high)
-    best = (math.inf, v)
+    each = values(_multipliers(v, columns))
+    best, chosen = (float(each.max()), v), np.zeros(0, dtype=int)
     bounds = Bounds(np.append(_LOW, -np.inf), np.append(high, np.inf))
     up = np.eye(len(_LOW) + 1)[-1]
     for _ in range(rounds):
-        each = values(_multipliers(v, columns))
-        worst = _Values(columns, rows.keep(np.argsort(each)[-_LARGEST:]))
+        chosen = np.union1d(chosen, np.argsort(each)[-_LARGEST:])
+        worst = _Values(columns, rows.keep(chosen))
 
         def room(x: Array, worst: _Values = worst) -> Array:
             return np.asarray(x[-1] - worst(_multipliers(x[:-1], columns)))
@@ -198,10 +199,9 @@ def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int)
             options={"maxiter": 40, "ftol": 1e-5},
         )
         v = np.clip(found.x[:-1], _LOW, high)
-        value = float(values(_multipliers(v, columns)).max())
-        if value >= best[0] - 1e-4:
-            break
-        best = (value, v)
+        each = values(_multipliers(v, columns))
+        if each.max() < best[0]:
+            best = (float(each.max()), v)
     return best
 
 
@@ -260,7 +260,7 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
         # the method stalls at kinks: begin again at the best
         first = np.array(starts[k]) if k < len(starts) else best[1]
         simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
-        options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40 if deep else 25, "initial_simplex": simplex}
+        options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40, "initial_simplex": simplex}
         found = minimize(loss, first, method="Nelder-Mead", options=options)
         if found.fun < best[0]:
             best = (float(found.fun), found.x)
