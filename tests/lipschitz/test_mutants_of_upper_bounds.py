@@ -24,7 +24,8 @@ from otattn.lipschitz.constants.self_logit import psd_defect
 from otattn.lipschitz.forms import psd_mean_field
 from otattn.lipschitz.upper import psd
 from otattn.lipschitz.upper.mean_field import log_bound
-from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
+from otattn.lipschitz.upper.psd_columns import Columns
+from otattn.lipschitz.upper.psd_multipliers import Multipliers, OwnShare
 from otattn.lipschitz.upper.rows_and_columns import Rows
 from otattn.lipschitz.upper.softmax import outward, seen_by
 from otattn.lipschitz.upper.unnormalised import suprema
@@ -231,9 +232,10 @@ def test_the_slope_of_a_sigmoid_weight_is_attained(a):
 
 def test_the_bound_of_a_box_counts_its_own_share():
     """A row that sees its own token pays at least the least own share of its cell, a positive number here."""
-    columns = Columns(9.0, 9.0, 1.0, 4, (1.3, 2.5, 0.4), 0.7, 1.9)
+    columns = Columns(9.0, 9.0, 1.0, 4, 2, (1.3, 2.5, 0.4), 0.7, 1.9, 0.2)
     edges = np.linspace(0.0, 1.0, 4)
-    own = Multipliers(np.array([0.3, 0.5, 0.9]), np.array([0.2, 0.4, 0.1]), np.array([1.0, 3.0, 2.0]))
+    mu, sigma, xi = np.array([0.3, 0.5, 0.9]), np.array([0.2, 0.4, 0.1]), np.array([1.0, 3.0, 2.0])
+    own = Multipliers(mu, 0.2 * mu, sigma, xi, sigma, sigma, sigma, sigma)
     least = OwnShare(own, 4).table.min(axis=1)
     assert (least > 0.5).all()
     lo, hi = columns.start(edges)

@@ -8,83 +8,23 @@ lie below them everywhere. With intervals for the numbers of the head every boun
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import lift, upper, xlogy
-from otattn.lipschitz.arithmetic.rounding import top
+from otattn.lipschitz.arithmetic.intervals import lower, upper, xlogy
 from otattn.lipschitz.constants.cells import boxes
+from otattn.lipschitz.upper.psd_multipliers import Multipliers, Tilt
 from otattn.lipschitz.upper.psd_rows import Box, Range, Rows, Slopes
 
 OWN_CELLS = 1024
 """Cells of r of the table of own terms."""
-
-
-@dataclass(frozen=True, eq=False)
-class Multipliers:
-    """One entry a cell of r: ``mu`` in [0, 1], any ``sigma`` (in units of r), ``xi`` > 0."""
-
-    mu: Array
-    sigma: Array
-    xi: Array
-
-    def at(self, cell: Any) -> Multipliers:
-        """The entries of these cells."""
-        return Multipliers(self.mu[cell], self.sigma[cell], self.xi[cell])
-
-
-class OwnShare:
-    """``max_x -(1-mu) log x - mu kl(x|y) + xi (n - 1 - 1/x)`` over shares x in (0, 1], as a decreasing step function of y.
-
-    Tabulated from above: x and y run over cells, and the running maximum from the right makes it monotone.
-    """
-
-    def __init__(self, multipliers: Multipliers, n: int, *, count: int = 256, exact: bool = False) -> None:
-        self.edges = np.concatenate([[0.0], np.geomspace(1e-3 / n, 1.0, count)])
-        self.edges[-1] = 1.0
-        y0, y1 = self.edges[:-1], self.edges[1:]
-        wrap: Any = lift if exact else float
-        rows = []
-        for mu, xi in zip(map(wrap, multipliers.mu), map(wrap, multipliers.xi), strict=True):
-            # what does not depend on y increases up to this x and decreases beyond
-            turn = xi / np.maximum(1.0 - mu, 1e-300)
-            x = np.geomspace(min(top(turn), 1e-2 / n), 1.0, count)[:, None]
-            x[-1] = 1.0
-            x0, x1 = np.concatenate([x[:1], x[:-1]]), x
-            near = np.where(x1 < y0, _divergence(x1, y0, exact), 0.0)
-            far = np.where(x0 > y1, _divergence(x0, y1, exact), 0.0)
-            # the first cell begins at zero
-            distance = np.concatenate([near[:1], np.maximum(near, far)[1:]])
-            peak = np.where(np.arange(count)[:, None] > 0, np.clip(turn, x0, x1), np.minimum(turn, x1))
-            best = -(1 - mu) * np.log(peak) - xi / peak - mu * distance
-            rows.append(upper(best.max(axis=0) + xi * (n - 1)))
-        self.table = np.maximum.accumulate(np.array(rows)[:, ::-1], axis=1)[:, ::-1]
-
-    def __call__(self, cell: Array, share: Array) -> Array:
-        """Upper bound at every y >= ``share``."""
-        index = np.searchsorted(self.edges, share * (1 - 1e-12), side="right") - 1
-        return np.asarray(self.table[cell, np.clip(index, 0, self.table.shape[1] - 1)])
-
-
-def _divergence(x: Array, y: Array, exact: bool) -> Any:
-    """``kl(x|y)``, binary."""
-    p, q = (lift(x), lift(y)) if exact else (x, y)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        kl = xlogy(p, p / q) + xlogy(1 - p, (1 - p) / (1 - q))
-    return kl if exact else np.where(np.isnan(kl), np.inf, kl)
-
-
-class Tilt(NamedTuple):
-    """The multipliers as slopes: ``mu (1 - 2 sigma)`` along ``l_ii = a h^2 - log q``, ``-2 mu sigma`` along ``log p``."""
-
-    mu: Any
-    along: Any
-    lean: Any
-    tail: Any
-    """``mu a sigma^2 r^2`` at the largest r."""
+_HALVINGS = 5
+"""Of the range of losses where the largest term is sought."""
+_NEAR_ONE, _NEAR_ZERO = 1 - 1e-9, 1e-6
+"""Slopes in p above the first and in h below the second are not used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +37,14 @@ class Columns(Rows):
         ``t(h) = t0 (1 - h)^g + t1`` with ``t0 >= 0``, ``g >= 1``, ``t1 > 0``.
     eta, tau : float
         ``eta >= 0`` and ``tau > 0`` of the row weights.
+    omega : float
+        ``omega > 0`` of the metric ``I + (omega/a) g g^T``.
     """
 
     split: tuple[float, float, float]
     eta: float
     tau: float
+    omega: float
 
     @property
     def log_least_p(self) -> float:
@@ -111,7 +54,8 @@ class Columns(Rows):
     def faint(self) -> Any:
         """What the rows of tiny p add to a column sum, at most."""
         least = np.exp(self.wrap(self.log_least_p))
-        return (self.n - 1) * (1 + self.t(self.wrap(np.zeros(1)))[0]) * (1 + self.eta) * least * (1 + self.a**2)
+        whole = (1 + self.t(self.wrap(np.zeros(1)))[0]) * (1 + self.eta) * (1 + self.a**2)
+        return (self.n - 1) * least * whole * (1 + self.omega * self.a)
 
     def t(self, h: Any) -> Any:
         """The split, decreasing in h."""
@@ -139,45 +83,125 @@ class Columns(Rows):
 
         ``multipliers`` has one entry a box.
         """
-        box, at, tilt = self.box(lo, hi), self.middle(lo, hi), self.tilt(multipliers, hi[0])
-        plane, B = self.plane(box), self.second_moment(box)
+        box, tilt = self.box(lo, hi), self.tilt(multipliers, hi[0])
+        plane = self.plane(box)
         E, reached = self.mean_range(plane, box)
-        keep = self.possible(box) & reached
-        gamma = self.gamma(box, E, B)
-        largest = np.minimum(gamma.hi, (self.a * box.h.hi) ** 2 * self.cap(box))
-        value = self.at_corner(box, largest, tilt)
-        slopes = self.gamma_slopes(box, E, B, plane)
-        bound, moves = self.by_middle(box, at, tilt, self.gamma_at(plane, at), gamma, slopes)
-        value = np.where(box.p.hi < 1, np.minimum(value, bound), value)
+        reach = self.reach(plane, box, self.middle(lo, hi, box.loss), E)
+        box = self.at_best_losses(box, reach, tilt)
+        at = self.middle(lo, hi, box.loss)
+        # |m| is at most the root of the second moment
+        keep = self.possible(box) & reached & (reach.hi + self.slack * (1 + self.a) >= box.loss.lo)
+        gamma = self.gamma(reach, box)
+        # increasing in h, where Gamma is a multiple of h^2
+        capped = (self.a * box.h.hi) ** 2 * self.cap(box).hi / self.metric(box.h).hi
+        largest = np.minimum(self.thinned(gamma, box).hi, capped)
+        value = self.at_corner(box, largest, tilt, 1.0)
+        smooth = (box.p.hi < _NEAR_ONE) & (box.h.lo > _NEAR_ZERO)
+        there = self.reach_at(plane, at) - at.loss.lo
+        slopes = self.reach_slopes(box, E, plane)._replace(loss=Range.of(self.wrap(-np.ones(lo.shape[1]))))
+        bound, moves = self.by_middle(box, at, tilt, there, gamma, slopes)
+        value = np.where(smooth, np.minimum(value, bound), value)
+        # the least loss in Gamma, the largest in the crowd: no slopes in h near 0
+        crowd = tilt.nu * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, 1.0))
+        fixed, flat = replace(box, loss=Range.of(box.loss.lo)), replace(at, loss=Range.of(box.loss.lo))
+        still = tilt._replace(lure=0.0 * tilt.nu)
+        there, slopes = self.reach_at(plane, at) - box.loss.lo, slopes._replace(loss=Range.of(0.0 * reach.hi))
+        apart, others = self.by_middle(fixed, flat, still, there, self.gamma(reach, fixed), slopes)
+        apart = apart + crowd
+        moves = np.where(np.asarray(upper(apart)) < np.asarray(upper(bound)), upper(others), upper(moves))
+        value = np.where(box.p.hi < _NEAR_ONE, np.minimum(value, apart), value)
         for own, share in ((False, box.p), (True, box.q)):
             bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
-            value = np.where((share.lo > 0.5) & (box.p.hi < 1), np.minimum(value, bound), value)
+            value = np.where((share.lo > 0.5) & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
-        pull = np.array([upper(in_r * (r - box.r.lo)), *upper(moves)]) + 1e-12
+        pull = np.array([upper(in_r * (r - box.r.lo)), *moves[:3]]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
+
+    def at_best_losses(self, box: Box, reach: Range, tilt: Tilt) -> Box:
+        """The boxes with a range of the losses where the terms are at their largest."""
+        least, price = self.least_loss(box), self.price(box)
+        low = np.maximum(np.asarray(lower(least.lo)), 0.0)
+        high = np.maximum(np.minimum(np.asarray(upper(reach.hi)), np.asarray(upper(price.hi))), low)
+        # below a loss that all rows can have, where all slopes are positive, and above one where all are negative
+        below, sure = low.copy(), np.minimum(np.asarray(lower(reach.lo)), np.asarray(lower(price.lo)))
+        under = np.clip(sure, low, high)
+        above, over = high.copy(), low.copy()
+        for _ in range(_HALVINGS):
+            trial = 0.5 * (below + under)
+            up = np.asarray(lower(self.loss_slope(box, reach, tilt, trial).lo)) >= 0
+            below, under = np.where(up, trial, below), np.where(up, under, trial)
+            trial = 0.5 * (over + above)
+            down = np.asarray(upper(self.loss_slope(box, reach, tilt, trial).hi)) <= 0
+            above, over = np.where(down, trial, above), np.where(down, over, trial)
+        # no loss is below the least, and one that brings Gamma just to the cap may be the best
+        some = (np.asarray(lower(box.p.lo)) > 0.5) | (np.asarray(lower(box.q.lo)) > 0.5)
+        crossing = reach.hi - (self.a * box.h.lo) ** 2 * self.cap(box).lo
+        last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
+        last = np.clip(last, below, high)
+        return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
+
+    def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array) -> Range:
+        """The derivative of the term in the loss, on boxes."""
+        box = replace(box, loss=Range.of(self.wrap(loss)))
+        to_gamma, _ = self.weight_slopes(box.p, self.thinned(self.gamma(reach, box), box))
+        by = self.metric(box.h)
+        return self.crowd_slope(box, tilt) - to_gamma * Range(1 / by.hi, 1 / by.lo)
+
+    def crowd_slope(self, box: Box, tilt: Tilt) -> Range:
+        """The derivative of ``nu log(1 + zeta gap)`` in the loss."""
+        price, pull = self.price(box), tilt.lure * tilt.zeta
+        low, high = price.hi + tilt.zeta * box.loss.hi, price.lo + tilt.zeta * box.loss.lo
+        return Range(pull / np.maximum(low, 1e-300), pull / np.maximum(high, 1e-300))
 
     def tilt(self, multipliers: Multipliers, r: Array) -> Tilt:
         """The slopes that multipliers stand for, with r at its largest."""
-        mu, sigma = self.wrap(multipliers.mu), self.wrap(multipliers.sigma)
-        return Tilt(mu, mu * (1 - 2 * sigma), -2 * mu * sigma, mu * self.a * sigma**2 * self.wrap(r) ** 2)
+        mu, nu, sigma, _, t, zeta, phi, along_e = (self.wrap(getattr(multipliers, key)) for key in Multipliers.names())
+        left = np.maximum(phi - nu * (along_e - t), 0.0)
+        kappa = mu - nu * t - phi + left
+        along = mu - 2 * kappa * sigma
+        level = -0.5 * nu * ((self.d - 1) * np.log1p(-(t**2)) + np.log1p(-(along_e**2)))
+        level = level - np.log(phi / self.omega) + phi / self.omega - 1
+        tail = kappa * self.a * sigma**2 * self.wrap(r) ** 2
+        return Tilt(mu, nu, nu, zeta, along - mu, along, along - nu * t + left, tail, level)
 
-    def at_corner(self, box: Box, gamma: Any, tilt: Tilt) -> Any:
-        """The logarithm of a term, ``log w + mu [log(1-p) - log p + (1 - 2 sigma) l_ij] + mu a sigma^2 r^2``.
+    def metric(self, h: Range) -> Range:
+        """``1 + omega a h^2``, the square of what the metric makes of ``g``."""
+        return Range(1 + self.omega * self.a * h.lo**2, 1 + self.omega * self.a * h.hi**2)
 
-        Each of its parts is at its worst corner of the box; ``gamma`` is the largest ``Gamma``.
+    def thinned(self, gamma: Range, box: Box) -> Range:
+        """Gamma in the metric."""
+        by = self.metric(box.h)
+        return Range(np.minimum(gamma.lo / by.lo, gamma.lo / by.hi), np.maximum(gamma.hi / by.lo, gamma.hi / by.hi))
+
+    def thinned_slopes(self, gamma: Range, slopes: Slopes, box: Box) -> Slopes:
+        """The slopes of Gamma in the metric."""
+        by = self.metric(box.h)
+        inverse = Range(1 / by.hi, 1 / by.lo)
+        bend = self.thinned(gamma, box) * (box.h * (2 * self.omega * self.a))
+        return Slopes(*(inverse * x for x in slopes._replace(h=slopes.h - bend)))
+
+    def at_corner(self, box: Box, gamma: Any, tilt: Tilt, most: float = math.inf) -> Any:
+        """The logarithm of a term, each of its parts at its worst corner of the box.
+
+        ``gamma`` is the largest ``Gamma``, and no gap is above ``most``.
         """
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
-        logit = a * np.maximum(tilt.along * h.lo**2, tilt.along * h.hi**2)
+        logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
+        crowd = tilt.lure * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, most)) - tilt.nu * np.log1p(
+            tilt.zeta * self.shortfall(h).lo
+        )
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
             + np.log1p(self.t(h.lo))
             + tilt.mu * np.log1p(-np.minimum(box.p.lo, 1 - 1e-16))
             + np.maximum(tilt.lean * lp.lo, tilt.lean * lp.hi)
             + logit
+            + crowd
             + tilt.tail
+            + tilt.level
         )
 
     def term_slopes(self, box: Box, tilt: Tilt) -> Slopes:
@@ -185,7 +209,16 @@ class Columns(Rows):
         h, p = box.h, box.p
         split = Range(self._t_slope(h.lo) / (1 + self.t(h.hi)), self._t_slope(h.hi) / (1 + self.t(h.lo)))
         log_light = [tilt.lean - tilt.mu * x / np.maximum(1 - x, 1e-300) for x in (p.hi, p.lo)]
-        return Slopes(split + 2 * tilt.along * self.a * h, Range(*log_light), Range.of(-tilt.along))
+        z, pull = self.square_slope(h), tilt.nu * tilt.zeta
+        short = self.shortfall(h)
+        own = Range(pull * z.lo / (1 + tilt.zeta * short.hi), pull * z.hi / (1 + tilt.zeta * short.lo))
+        # nu log(1 + zeta loss / price)
+        gap, pull = self.gap(box), tilt.lure * tilt.zeta
+        crowd = Range(pull * gap.lo / (1 + tilt.zeta * gap.lo), pull * gap.hi / (1 + tilt.zeta * gap.hi))
+        inverse = Range(2 / np.maximum(h.hi, _NEAR_ZERO), 2 / np.maximum(h.lo, _NEAR_ZERO))
+        odds = Range(p.lo / np.maximum(1 - p.lo, 1 - _NEAR_ONE), p.hi / np.maximum(1 - p.hi, 1 - _NEAR_ONE))
+        in_h = split + h * (2 * tilt.bow * self.a) + own - crowd * inverse
+        return Slopes(in_h, Range(*log_light) + crowd * odds, Range.of(-tilt.along), self.crowd_slope(box, tilt))
 
     def weight_slopes(self, p: Range, gamma: Range) -> tuple[Range, Range]:
         """Slopes of ``log c`` in Gamma and in ``log p``."""
@@ -204,14 +237,15 @@ class Columns(Rows):
         return to_gamma, share + rest * bend
 
     def by_middle(self, box: Box, at: Box, tilt: Tilt, value: Any, span: Range, slopes: Slopes) -> tuple[Any, Any]:
-        """The term at the middle plus what it can rise to the sides, and that rise along each axis ``(3, count)``.
+        """The term at the middle plus what it can rise to the sides, and that rise along each axis ``(4, count)``.
 
         ``value`` bounds ``Gamma`` at the middle, ``span`` holds that bound on the box, ``slopes`` its derivatives.
         """
+        slopes, bent = self.thinned_slopes(span, slopes, box), span.lo < 0  # Gamma is zero there: its slope may vanish
+        value, span = value / self.metric(at.h).lo, self.thinned(span, box)
         to_gamma, to_log_p = self.weight_slopes(box.p, span)
-        bent = span.lo < 0  # Gamma is zero there: its slope may vanish
         moves = []
-        for axis, slope, own in zip(("h", "lp", "lq"), slopes, self.term_slopes(box, tilt), strict=True):
+        for axis, slope, own in zip(Slopes._fields, slopes, self.term_slopes(box, tilt), strict=True):
             x = slope * to_gamma
             x = Range(np.where(bent, np.minimum(x.lo, 0), x.lo), np.where(bent, np.maximum(x.hi, 0), x.hi)) + own
             x = x + to_log_p if axis == "lp" else x
@@ -239,7 +273,8 @@ class Columns(Rows):
         keep = keep & (a * r1 + slack >= E)
         spread = 1 - q0 * (1 - self.square(r1)) - mean**2
         spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)
-        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread, q1)
+        by = 1 + self.omega * a * r1**2
+        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread / by, q1) * by
         return np.asarray(upper(np.where(keep, value + (1 + 1 / self.t(r1)) * (self.b * spread) ** 2, 0.0)))
 
     def own_table(self, cells: int) -> Array:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper, xlogy
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 
 SLACK = 1e-10
@@ -70,14 +70,19 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Boxes of rows: the ranges of r, h, log p, log q, with those of p and q. A point is a box of width 0."""
+    """Boxes of rows: the ranges of r, h, log p, log q and loss, with those of p and q. A point is a box of width 0."""
 
     r: Range
     h: Range
     lp: Range
     lq: Range
+    loss: Range
     p: Range = field(init=False)
     q: Range = field(init=False)
+
+    def sides(self) -> tuple[Range, Range, Range]:
+        """The ranges of h, log p and log q."""
+        return self.h, self.lp, self.lq
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "p", self.lp.exp())
@@ -95,11 +100,12 @@ class Plane(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Ranges of the derivatives in h, log p and log q."""
+    """Ranges of the derivatives in h, log p, log q and loss."""
 
     h: Range
     lp: Range
     lq: Range
+    loss: Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +116,15 @@ class Rows:
     ----------
     a, b, stretch : float
         ``||A|| R^2``; ``sup ||V C A|| / (||V|| tr C)``; ``a`` over the least eigenvalue (inf when it is zero).
-    n : int
-        Number of tokens, at least 2.
+    n, d : int
+        Number of tokens, at least 2, and their dimension.
     """
 
     a: Any
     b: Any
     stretch: Any
     n: int
+    d: int
 
     @property
     def exact(self) -> bool:
@@ -161,11 +168,14 @@ class Rows:
 
     def box(self, lo: Array, hi: Array) -> Box:
         """The boxes with the corners ``lo, hi (4, count)``."""
-        return Box(*(Range(x, y) for x, y in zip(self.wrap(lo), self.wrap(hi), strict=True)))
+        r, h, lp, lq = (Range(x, y) for x, y in zip(self.wrap(lo), self.wrap(hi), strict=True))
+        return Box(r, h, lp, lq, Range.of(self.wrap(np.zeros(lo.shape[1]))))
 
-    def middle(self, lo: Array, hi: Array) -> Box:
-        """Their middles in h, log p and log q, with the largest r."""
-        return Box(*(Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])]))))
+    def middle(self, lo: Array, hi: Array, loss: Range) -> Box:
+        """Their middles in h, log p, log q and loss, with the largest r."""
+        r, h, lp, lq = (Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])])))
+        between = 0.5 * (np.asarray(lower(loss.lo)) + np.asarray(upper(loss.hi)))
+        return Box(r, h, lp, lq, Range.of(self.wrap(between)))
 
     def possible(self, box: Box) -> Any:
         """Boxes that may meet ``p + q <= 1``, ``|l_ij| <= a r h`` and ``|l_ik| <= a h`` for the other tokens k."""
@@ -208,46 +218,64 @@ class Rows:
         E = self.mean(plane, box.h, box.p, box.q)
         return Range(np.maximum(E.lo - self.loss, 0.0), np.maximum(E.hi, 0.0)), self.a * box.h.hi + self.slack >= E.lo
 
-    def shortfalls(self, box: Box) -> tuple[Any, Range]:
-        """``1 - z(r)`` at the largest r, ``1 - z(h)``: what the norms of the two tokens fall short of one."""
-        return 1 - self.square(box.r.hi), Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo))
+    def shortfall(self, h: Range) -> Range:
+        """``1 - z(h)``."""
+        return Range(1 - self.square(h.hi), 1 - self.square(h.lo))
 
-    def second_moment(self, box: Box) -> Range:
-        """``B = 1 - p (1 - z(r)) - q (1 - z(h))``, which bounds ``E_{P_i} |x|^2``."""
-        of_j, of_i = self.shortfalls(box)
-        return Range(1 - box.p.hi * of_j - box.q.hi * of_i.hi, 1 - box.p.lo * of_j - box.q.lo * of_i.lo)
-
-    def gamma_at(self, plane: Plane, at: Box) -> Any:
-        """``a^2 h^2 B - E_+^2`` at points."""
+    def reach_at(self, plane: Plane, at: Box) -> Any:
+        """``a^2 h^2 (1 - p (1 - z(r))) - E_+^2``, Gamma without the loss, at points."""
         E = np.maximum(self.mean(plane, at.h.lo, at.p.lo, at.q.lo) - self.loss, 0.0)
-        return (self.a * at.h.lo) ** 2 * self.second_moment(at).lo - E**2
+        return (self.a * at.h.lo) ** 2 * (1 - at.p.lo * (1 - self.square(at.r.hi))) - E**2
 
-    def gamma(self, box: Box, E: Range, B: Range) -> Range:
-        """``a^2 h^2 B - E_+^2``, which bounds ``Gamma``. A negative lower end says only that 0 is met."""
-        a, h = self.a, box.h
-        return Range((a * h.lo) ** 2 * B.lo - E.hi**2, np.maximum((a * h.hi) ** 2 * B.hi - E.lo**2, 0.0))
+    def reach(self, plane: Plane, box: Box, at: Box, E: Range) -> Range:
+        """Its range: that of its parts, and the value at the middle with the largest slopes."""
+        of_j = 1 - self.square(box.r.hi)
+        low = (self.a * box.h.lo) ** 2 * (1 - box.p.hi * of_j) - E.hi**2
+        high = (self.a * box.h.hi) ** 2 * (1 - box.p.lo * of_j) - E.lo**2
+        middle, move = self.reach_at(plane, at), self.grain
+        for slope, side, x in zip(self.reach_slopes(box, E, plane), box.sides(), at.sides(), strict=False):
+            move = move + slope.size() * np.maximum(side.hi - x.lo, x.lo - side.lo)
+        return Range(np.maximum(low, middle - move), np.minimum(high, middle + move))
 
-    def gamma_slopes(self, box: Box, E: Range, B: Range, plane: Plane) -> Slopes:
-        """Slopes of ``a^2 h^2 B - E_+^2``: ``a h (2 a B + a h q z'(h) - 4 E)`` in h, and so on."""
-        a, h, p, q = self.a, box.h, box.p, box.q
-        z = self.square_slope(h)
-        in_h = Range(
-            2 * a * B.lo + a * h.lo * q.lo * z.lo - 4 * E.hi,
-            2 * a * B.hi + a * h.hi * q.hi * z.hi - 4 * E.lo,
-        )
-        to_p, to_q = E * (p * plane.ep), E * (q * plane.eq)
-        of_j, of_i = self.shortfalls(box)
-        low, high = (a * h.lo) ** 2, (a * h.hi) ** 2
+    def reach_slopes(self, box: Box, E: Range, plane: Plane) -> Slopes:
+        """Its slopes: ``a h (2 a (1 - p (1 - z(r))) - 4 E)`` in h, and so on."""
+        a, p, q = self.a, box.p, box.q
+        ah, twice = Range(a * box.h.lo, a * box.h.hi), Range(2 * E.lo, 2 * E.hi)
+        of_j = 1 - self.square(box.r.hi)
+        seen = Range(1 - p.hi * of_j, 1 - p.lo * of_j)
         return Slopes(
-            Range(a * h.lo, a * h.hi) * in_h,
-            Range(-high * of_j * p.hi - 2 * to_p.hi, -low * of_j * p.lo - 2 * to_p.lo),
-            Range(-high * of_i.hi * q.hi - 2 * to_q.hi, -low * of_i.lo * q.lo - 2 * to_q.lo),
+            ah * (seen * (2 * a) - twice * 2.0),
+            -(Range(ah.lo**2, ah.hi**2) * (p * of_j)) - twice * (p * plane.ep),
+            -(twice * (q * plane.eq)),
+            Range.of(np.zeros_like(p.lo)),
         )
 
-    def cap(self, box: Box) -> Any:
+    def price(self, box: Box) -> Range:
+        """``a^2 h^2 (1 - p)``, the loss that a gap of one makes."""
+        return Range((self.a * box.h.lo) ** 2 * (1 - box.p.hi), (self.a * box.h.hi) ** 2 * (1 - box.p.lo))
+
+    def gap(self, box: Box) -> Range:
+        """``loss / price``, at most one for real rows."""
+        price = self.price(box)
+        return Range(box.loss.lo / np.maximum(price.hi, 1e-300), box.loss.hi / np.maximum(price.lo, 1e-300))
+
+    def gamma(self, reach: Range, box: Box) -> Range:
+        """``reach - loss``, which bounds Gamma. A negative lower end says only that 0 is met."""
+        return Range(reach.lo - box.loss.hi, np.maximum(reach.hi - box.loss.lo, 0.0))
+
+    def least_loss(self, box: Box) -> Range:
+        """``a^2 h^2 q (1 - z(h))``: the token i is one of the others."""
+        short = self.shortfall(box.h)
+        return Range((self.a * box.h.lo) ** 2 * box.q.lo * short.lo, (self.a * box.h.hi) ** 2 * box.q.hi * short.hi)
+
+    def cap(self, box: Box) -> Range:
         """``lam <= 4 x (1 - x)`` where a token's share x exceeds one half, for x = p and x = q; 1 elsewhere."""
-        caps = (np.where(x > 0.5, 4 * x * (1 - x), 1.0) for x in (box.p.lo, box.q.lo))
-        return np.minimum(*caps)
+        sure = [x.lo > 0.5 for x in (box.p, box.q)]
+        low, high = (
+            [np.where(more, 4 * x * (1 - x), 1.0) for more, x in zip(sure, ends, strict=True)]
+            for ends in ((box.p.hi, box.q.hi), (box.p.lo, box.q.lo))
+        )
+        return Range(np.minimum(*low), np.minimum(*high))
 
     def capped(self, box: Box, at: Box, *, own: bool) -> tuple[Any, Range, Slopes]:
         """``4 a^2 h^2 x (1 - x)`` for a share x above one half, q if ``own`` and p else: at points, on boxes, its slopes."""
@@ -256,4 +284,4 @@ class Rows:
         in_h = Range(8 * a**2 * h.lo * x.hi * (1 - x.hi), 8 * a**2 * h.hi * x.lo * (1 - x.lo))
         in_x = Range(4 * (a * h.hi) ** 2 * x.hi * (1 - 2 * x.hi), 4 * (a * h.lo) ** 2 * x.lo * (1 - 2 * x.lo))
         zero = Range.of(np.zeros_like(y))
-        return 4 * (a * at.h.lo) ** 2 * y * (1 - y), span, Slopes(in_h, *((zero, in_x) if own else (in_x, zero)))
+        return 4 * (a * at.h.lo) ** 2 * y * (1 - y), span, Slopes(in_h, *((zero, in_x) if own else (in_x, zero)), zero)

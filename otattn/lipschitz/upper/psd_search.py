@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import Bounds, minimize
 from scipy.special import rel_entr
 
 from otattn._linalg import Array
-from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
+from otattn.lipschitz.upper.psd_columns import Columns
+from otattn.lipschitz.upper.psd_multipliers import Multipliers
+
+_GAPS = np.linspace(0.0, 1.0, 17)[:, None] ** 2
+"""Where the gap of a row is tried, from the least possible to the largest."""
+_START = np.array([0.6, 0.6, 0.55, math.log(0.3), 0.4, 1.0, 0.3])
+"""``mu, nu / mu, sigma, log(xi (n - 1)), t, log zeta, phi / omega``."""
+_STEP = 1e-5
+"""Of the differences that stand for derivatives."""
+_CLIMBS = 2
+"""Rounds in which the largest rows are sought and the multipliers fitted to them."""
+_LARGEST = 80
+"""Rows that enter the program of the multipliers."""
+_LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
+_HIGH = np.array([1.0, 1.0, 3.0, 3.0, 0.98, 6.0, 1.0])
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Sampled rows that feed a column of radius r: ``z (4, count)`` and their ``Gamma``."""
+    """Sampled rows that feed a column of radius r: ``z (4, count)``.
+
+    ``gap, gamma (17, count)``: possible gaps, and the largest Gamma with them.
+    """
 
     r: float
     z: Array
+    gap: Array
     gamma: Array
 
-    def keep(self, index: Array) -> _Rows:
-        return _Rows(self.r, self.z[:, index], self.gamma[index])
+    def keep(self, index: Any) -> _Rows:
+        return _Rows(self.r, self.z[:, index], self.gap[:, index], self.gamma[:, index])
+
+    def join(self, other: _Rows) -> _Rows:
+        pairs = zip((self.z, self.gap, self.gamma), (other.z, other.gap, other.gamma), strict=True)
+        return _Rows(self.r, *(np.hstack(pair) for pair in pairs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,16 +58,37 @@ class Plan:
     edges: Array
     multipliers: Multipliers
     rows: list[_Rows]
+    high: Array
+    """Of the coordinates of the multipliers."""
+
+
+def _high(most_zeta: float) -> Array:
+    """``_HIGH`` with the largest zeta."""
+    return np.where(np.arange(_HIGH.size) == 5, math.log(most_zeta), _HIGH)
+
+
+def _nothing(columns: Columns, count: int) -> Multipliers:
+    """Multipliers that say nothing."""
+    table = np.zeros((len(Multipliers.names()), count))
+    table[Multipliers.names().index("phi")] = columns.omega
+    return Multipliers(*table)
 
 
 def _evaluate(columns: Columns, r: float, z: Array) -> _Rows:
-    """The rows among the points ``z`` that are possible."""
-    plain = replace(columns, eta=0.0)
-    zero = np.zeros(z.shape[1])
-    value, _ = plain.off(z, z, Multipliers(zero, zero, zero))
-    live = value > -np.inf
-    z, value = z[:, live], value[live]
-    return _Rows(r, z, np.expm1(value - np.log1p(columns.t(z[1])) - z[2]))
+    """The rows among the points ``z (4, count)`` that are possible."""
+    with np.errstate(invalid="ignore"):
+        value, _ = columns.off(z, z, _nothing(columns, z.shape[1]))
+    z = z[:, value > -np.inf]
+    box = columns.box(z, z)
+    plane = columns.plane(box)
+    reach = columns.reach_at(plane, box)
+    least, price = columns.least_loss(box).lo, np.maximum(columns.price(box).lo, 1e-300)
+    most = np.maximum(np.minimum(reach, price), least)
+    losses = least + _GAPS * (most - least)
+    cap = (columns.a * z[1]) ** 2 * columns.cap(box).hi
+    gamma = np.minimum(np.maximum(reach - losses, 0.0), cap)
+    gaps = np.minimum(losses / price, 1.0)
+    return _Rows(r, z, gaps, gamma)
 
 
 def sample_rows(columns: Columns, r: float, count: int) -> _Rows:
@@ -63,14 +108,16 @@ def sample_rows(columns: Columns, r: float, count: int) -> _Rows:
     rows = _evaluate(columns, r, z[:, inside])
     if rows.gamma.size == 0:
         # all rows are alike when r = 0
-        return _Rows(r, np.array([[r], [0.0], [-math.log(columns.n)], [-math.log(columns.n)]]), np.zeros(1))
+        z = np.array([[r], [0.0], [-math.log(columns.n)], [-math.log(columns.n)]])
+        return _Rows(r, z, np.zeros_like(_GAPS), np.zeros_like(_GAPS))
     keep: set[int] = set()
     for eta, t0 in ((0.0, 1.0), (0.5, 0.0)):
-        weights = replace(columns, eta=eta, split=(t0, 2.0, 0.4))
-        values = _Values(weights, rows)
+        values = _Values(replace(columns, eta=eta, split=(t0, 2.0, 0.4)), rows)
         for mu in (0.0, 0.3, 0.6, 0.9):
             for sigma in (0.3, 0.5, 0.7, 1.0):
-                keep.update(np.argsort(values(mu, sigma))[-20:].tolist())
+                for nu, t, zeta in ((0.0, 0.0, 0.0), (mu, 0.4, 4.0), (mu, 0.7, 1.0)):
+                    what = np.array([mu, nu, sigma, 0.0, t, zeta, 1e-9, t])
+                    keep.update(np.argsort(values(what, flat=True))[-16:].tolist())
     return rows.keep(np.array(sorted(keep)))
 
 
@@ -81,17 +128,27 @@ class _Values:
         _, h, lp, lq = rows.z
         p = np.exp(lp)
         light = np.log1p(-np.minimum(p, 1 - 1e-16))
-        self.n, self.bend = columns.n, columns.a * rows.r**2
-        self.weight = np.log(columns.row_weight(p, rows.gamma)) + np.log1p(columns.t(h))
-        self.logit = columns.a * h**2 - lq + lp
+        self.n, self.d, self.bend = columns.n, columns.d, columns.a * rows.r**2
+        self.gap, self.short = rows.gap, 1 - columns.square(h)
+        self.square, self.omega = columns.a * h**2, columns.omega
+        thin = 1 + columns.omega * self.square
+        self.weight = np.log(columns.row_weight(p, rows.gamma / thin)) + np.log1p(columns.t(h))
+        self.logit = self.square - lq + lp
         self.odds, self.log_share = light - lp, lq - light
 
-    def __call__(self, mu: float, sigma: float, xi: float | None = None) -> Array:
-        value = self.weight + mu * (self.odds + (1 - 2 * sigma) * self.logit) + mu * self.bend * sigma**2
-        if xi is None:
+    def __call__(self, what: Array, *, flat: bool = False) -> Array:
+        mu, nu, sigma, xi, t, zeta, phi, s = what.tolist()
+        left = max(phi - nu * (s - t), 0.0)
+        kappa = mu - nu * t - phi + left
+        value = (self.weight + nu * np.log1p(zeta * self.gap)).max(axis=0) - nu * np.log1p(zeta * self.short)
+        value = value + mu * self.odds + (mu - 2 * kappa * sigma) * self.logit + kappa * self.bend * sigma**2
+        value = value + (left - nu * t) * self.square
+        value = value - 0.5 * nu * ((self.d - 1) * math.log1p(-(t**2)) + math.log1p(-(s**2)))
+        value = value - math.log(phi / self.omega) + phi / self.omega - 1
+        if flat:
             return np.asarray(value + (1 - mu) * math.log(self.n - 1))
         x, log_y, kl = _share_grid(self.n)
-        share = ((mu - 1) * np.log(x) - xi / x - mu * kl).max(axis=0) + xi * (self.n - 1)
+        share = ((mu - 1) * np.log(x) - xi / x - (mu - nu) * kl).max(axis=0) + xi * (self.n - 1)
         return np.asarray(value + np.interp(self.log_share, log_y, share))
 
 
@@ -103,20 +160,62 @@ def _share_grid(n: int) -> tuple[Array, Array, Array]:
     return x, np.log(y), rel_entr(x, y) + rel_entr(1 - x, 1 - y)
 
 
-def _best(columns: Columns, rows: _Rows, start: Array, steps: int) -> tuple[float, Array]:
-    """Least maximum over the rows, and ``(mu, sigma, log(xi (n - 1)))`` there."""
+def _multipliers(v: Array, columns: Columns) -> Array:
+    """``mu, nu, sigma, xi, t, zeta, phi, s`` from the coordinates of the search."""
+    mu, part, sigma, log_xi, t, log_zeta, share = np.clip(v, _LOW, _HIGH)
+    nu, phi = mu * part, share * columns.omega
+    s = min(t + phi / max(nu, 1e-9), 0.5 * (1.0 + t))
+    return np.array([mu, nu, sigma, math.exp(log_xi) / (columns.n - 1), t, math.exp(log_zeta), phi, s])
+
+
+def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int) -> tuple[float, Array]:
+    """Least maximum over the rows, and the coordinates there: a program with one inequality for each of the largest rows."""
     values = _Values(columns, rows)
+    v = np.clip(start, _LOW, high)
+    each = values(_multipliers(v, columns))
+    best, chosen = (float(each.max()), v), np.zeros(0, dtype=int)
+    bounds = Bounds(np.append(_LOW, -np.inf), np.append(high, np.inf))
+    up = np.eye(len(_LOW) + 1)[-1]
+    for _ in range(rounds):
+        chosen = np.union1d(chosen, np.argsort(each)[-_LARGEST:])
+        worst = _Values(columns, rows.keep(chosen))
 
-    def loss(v: Array) -> float:
-        mu = min(max(v[0], 0.0), 1.0)
-        xi = math.exp(min(max(v[2], -12.0), 3.0)) / (columns.n - 1)
-        return float(values(mu, v[1], xi).max()) + 10 * abs(v[0] - mu)
+        def room(x: Array, worst: _Values = worst) -> Array:
+            return np.asarray(x[-1] - worst(_multipliers(x[:-1], columns)))
 
-    simplex = start + np.array([[0, 0, 0], [-0.1, 0, 0], [0, 0.1, 0], [0, 0, -0.6]])
-    options = {"xatol": 2e-3, "fatol": 5e-4, "maxiter": steps, "initial_simplex": simplex}
-    found = minimize(loss, start, method="Nelder-Mead", options=options)
-    v = np.array([min(max(found.x[0], 0.0), 1.0), found.x[1], min(max(found.x[2], -12.0), 3.0)])
-    return float(found.fun), v
+        def slopes(x: Array, room: Callable[[Array], Array] = room) -> Array:
+            here = room(x)
+            steps = np.diag(np.where(x[:-1] + _STEP > high, -_STEP, _STEP))
+            moved = [(room(np.append(x[:-1] + e, x[-1])) - here) / e[k] for k, e in enumerate(steps)]
+            return np.stack([*moved, np.ones(here.size)], axis=1)
+
+        found = minimize(
+            lambda x: float(x[-1]),
+            np.append(v, each.max()),
+            jac=lambda x: up,
+            constraints={"type": "ineq", "fun": room, "jac": slopes},
+            bounds=bounds,
+            method="SLSQP",
+            options={"maxiter": 40, "ftol": 1e-5},
+        )
+        v = np.clip(found.x[:-1], _LOW, high)
+        each = values(_multipliers(v, columns))
+        if each.max() < best[0]:
+            best = (float(each.max()), v)
+    return best
+
+
+def _climb(columns: Columns, rows: _Rows, what: Array, seed: int) -> _Rows:
+    """More rows, near the largest of these for the given multipliers."""
+    rng = np.random.default_rng(seed)
+    found = rows.keep(np.argsort(_Values(columns, rows)(what))[-16:])
+    for scale in (0.1, 0.03, 0.01):
+        z = np.repeat(found.z, 24, axis=1)
+        z[1:] += scale * np.array([[1.0], [3.0], [3.0]]) * rng.standard_normal((3, z.shape[1]))
+        z[1], z[2:] = np.clip(z[1], 1e-6, 1.0), np.clip(z[2:], columns.log_least_p, -1e-9)
+        found = found.join(_evaluate(columns, rows.r, z))
+        found = found.keep(np.argsort(_Values(columns, found)(what))[-16:])
+    return rows.join(found)
 
 
 def _own(columns: Columns, r: Array, cells: int) -> Array:
@@ -126,15 +225,18 @@ def _own(columns: Columns, r: Array, cells: int) -> Array:
     return np.asarray(columns.own(points, (q, q)).max(axis=1))
 
 
-def choose(base: Columns, *, deep: bool) -> Plan:
-    """Weights and multipliers that make the sampled bound small."""
-    radii = np.linspace(0.1, 1.0, 10 if deep else 7)
+def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
+    """Weights and multipliers that make the sampled bound small, ``zeta`` at most so much: the larger, the more boxes."""
+    radii = np.linspace(0.1, 1.0, 10) if deep else np.linspace(0.2, 1.0, 5)
+    high = _high(most_zeta)
     samples = [sample_rows(base, float(r), 2**13 if deep else 2**12) for r in radii]
-    memory = [np.array([0.6, 0.55, math.log(0.3)]) for _ in radii]
+    memory = [_START for _ in radii]
 
     def columns_at(v: Array) -> Columns:
         v = np.clip(v, -7.0, 4.0)
-        return replace(base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]))
+        return replace(
+            base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]), omega=math.exp(v[4])
+        )
 
     def loss(v: Array) -> float:
         columns = columns_at(v)
@@ -142,40 +244,47 @@ def choose(base: Columns, *, deep: bool) -> Plan:
         worst = 0.0
         # the worst radii first: the others seldom matter
         for k in order:
-            log_off, memory[k] = _best(columns, samples[k], memory[k], 25)
+            log_off, memory[k] = _best(columns, samples[k], memory[k], high, 2 if deep else 1)
             sums[k] = math.exp(log_off) + own[k]
             worst = max(worst, sums[k])
         return math.log(worst) + 0.01 * float(np.abs(v - np.clip(v, -7.0, 4.0)).sum())
 
     order = list(range(len(radii)))
     sums = np.zeros(len(radii))
-    best: tuple[float, Array] = (math.inf, np.zeros(4))
-    starts = (
-        [[0.1, 0.0, -0.9, -3.5], [0.0, 1.2, -1.8, -1.5], [0.0, 1.6, -2.6, -1.7]] if deep else [[0.1, 0.0, -0.9, -3.5]]
-    )
-    steps = np.diag([0.3, 0.5, 0.3, 1.5])
+    best: tuple[float, Array] = (math.inf, np.zeros(5))
+    starts = [[0.1, 0.0, -0.9, -3.5, -1.5]]
+    if deep:
+        starts += [[0.0, 1.2, -1.8, -1.5, -1.0], [0.0, 1.6, -2.6, -1.7, -3.0]]
+    steps = np.diag([0.3, 0.5, 0.3, 1.5, 0.7])
     for k in range(len(starts) + deep):
         # the method stalls at kinks: begin again at the best
         first = np.array(starts[k]) if k < len(starts) else best[1]
-        simplex = first + np.vstack([np.zeros(4), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
-        options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40 if deep else 25, "initial_simplex": simplex}
+        simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
+        options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40, "initial_simplex": simplex}
         found = minimize(loss, first, method="Nelder-Mead", options=options)
         if found.fun < best[0]:
             best = (float(found.fun), found.x)
     columns = columns_at(best[1])
-    edges = np.linspace(0.0, 1.0, 33 if deep else 17)
+    edges = np.linspace(0.0, 1.0, 13 if deep else 9)
     nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
     rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
     starts_at = [memory[k] for k in nearest]
-    return _fit(Plan(columns, edges, Multipliers(*np.zeros((3, len(rows)))), rows), starts_at, range(len(rows)))
+    return _fit(Plan(columns, edges, _nothing(columns, len(rows)), rows, high), starts_at, range(len(rows)))
 
 
 def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:
-    mu, sigma, xi = (x.copy() for x in (plan.multipliers.mu, plan.multipliers.sigma, plan.multipliers.xi))
-    for k, start in zip(cells, starts, strict=True):
-        _, v = _best(plan.columns, plan.rows[k], start, 60)
-        mu[k], sigma[k], xi[k] = v[0], v[1], math.exp(v[2]) / (plan.columns.n - 1)
-    return replace(plan, multipliers=Multipliers(mu, sigma, xi))
+    table = np.array([getattr(plan.multipliers, key) for key in Multipliers.names()])
+    all_rows = list(plan.rows)
+    for k, v in zip(cells, starts, strict=True):
+        rows = all_rows[k]
+        for seed in range(_CLIMBS):
+            _, v = min(
+                (_best(plan.columns, rows, start, plan.high, 3) for start in (v, _START)), key=lambda pair: pair[0]
+            )
+            rows = _climb(plan.columns, rows, _multipliers(v, plan.columns), seed)
+        _, v = _best(plan.columns, rows, v, plan.high, 3)
+        all_rows[k], table[:, k] = rows, _multipliers(v, plan.columns)
+    return replace(plan, multipliers=Multipliers(*table), rows=all_rows)
 
 
 def add_rows(plan: Plan, cell: int, z: Array) -> Plan:
@@ -184,13 +293,13 @@ def add_rows(plan: Plan, cell: int, z: Array) -> Plan:
     old = rows[cell]
     z = z.copy()
     z[0] = old.r
-    new = _evaluate(plan.columns, old.r, z)
-    rows[cell] = _Rows(old.r, np.hstack([old.z, new.z]), np.concatenate([old.gamma, new.gamma]))
+    rows[cell] = old.join(_evaluate(plan.columns, old.r, z))
     return replace(plan, rows=rows)
 
 
 def refine(plan: Plan, cell: int) -> Plan:
     """New multipliers for one cell of r, from its rows."""
-    m = plan.multipliers
-    start = np.array([m.mu[cell], m.sigma[cell], math.log(m.xi[cell] * (plan.columns.n - 1))])
-    return _fit(plan, [start], [cell])
+    mu, nu, sigma, xi, t, zeta, phi, _ = (float(getattr(plan.multipliers, key)[cell]) for key in Multipliers.names())
+    logs = math.log(xi * (plan.columns.n - 1)), math.log(zeta)
+    coordinates = [mu, nu / max(mu, 1e-9), sigma, logs[0], t, logs[1], phi / plan.columns.omega]
+    return _fit(plan, [np.clip(coordinates, _LOW, plan.high)], [cell])

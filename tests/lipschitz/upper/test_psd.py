@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from psd_terms import some_multipliers
 from relaxation_attacks import climb
 from scipy.special import softmax
 
@@ -11,7 +12,8 @@ from otattn.attention import L2Attention, MaskedAttention, SoftmaxAttention
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.upper.psd import psd
-from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare
+from otattn.lipschitz.upper.psd_columns import Columns
+from otattn.lipschitz.upper.psd_multipliers import Multipliers, OwnShare
 from otattn.lipschitz.upper.psd_search import sample_rows
 from otattn.lipschitz.upper.rows_and_columns import rows_and_columns
 from otattn.measures import Ball, Ellipsoid
@@ -38,9 +40,10 @@ def some_form(rng, d):
     return a * basis * values @ basis.T, basis * np.sqrt(values) @ basis.T, a, 1 / values.min()
 
 
-def some_columns(rng, a, stretch, n):
+def some_columns(rng, a, stretch, n, d=3):
     split = (2 * rng.random(), 1 + 3 * rng.random(), 0.05 + rng.random())
-    return Columns(a, a, stretch, n, split, 3 * rng.random() ** 3, 0.3 + 6 * rng.random())
+    eta, tau, omega = 3 * rng.random() ** 3, 0.3 + 6 * rng.random(), 10 ** rng.uniform(-2, 0.3)
+    return Columns(a, a, stretch, n, d, split, eta, tau, omega)
 
 
 @pytest.mark.slow
@@ -55,23 +58,27 @@ def test_each_step_of_the_proof_holds_for_real_attention():
         m, h = P @ X, np.linalg.norm(X @ root, axis=1)
         trace = np.einsum("ik,ikd->i", P, (X[None] - m[:, None]) ** 2)
         gamma = (g**2).sum(axis=1) * trace
-        columns = some_columns(rng, a, stretch, n)
-        t = columns.t(h)
+        columns = some_columns(rng, a, stretch, n, d)
+        t, along = columns.t(h), columns.omega / a
+        gamma = gamma / (1 + along * (g**2).sum(axis=1))
         weights = np.array([columns.row_weight(P[i], np.full(n, gamma[i])) for i in range(n)])
         # the row inequality, for any output direction
         for i in range(n):
             u = g[i] if rng.random() < 0.5 and g[i].any() else rng.standard_normal(d)
             u = u / np.linalg.norm(u)
-            N = np.linalg.norm(u + ((X - m[i]) @ u)[:, None] * g[i], axis=1)
-            share = float(((P[i] * N) ** 2 / weights[i]).sum())
+            N = u + ((X - m[i]) @ u)[:, None] * g[i]
+            metric = np.eye(d) + along * np.outer(g[i], g[i])
+            share = float((P[i] ** 2 * (N * np.linalg.solve(metric, N.T).T).sum(axis=1) / weights[i]).sum())
             tight = max(tight, share)
             assert share <= 1 + 1e-9
         # N1
         J = SoftmaxAttention(A, np.eye(d)).jacobian(X).to_dense()
-        sums = ((1 + t[:, None]) * weights).sum(axis=0) + (1 + 1 / t) * (a * trace) ** 2
+        eps = np.linalg.svd(J)[2][0].reshape(n, d)
+        e = eps / np.maximum(np.linalg.norm(eps, axis=1, keepdims=True), 1e-300)
+        sums = ((1 + t[:, None]) * weights * (1 + along * (g @ e.T) ** 2)).sum(axis=0) + (1 + 1 / t) * (a * trace) ** 2
         assert np.linalg.norm(J, 2) <= np.sqrt(sums.max()) * (1 + 1e-10)
         own = columns.own((h, h), (np.diag(P), np.diag(P)))
-        alone = (1 + t) * np.diag(weights) + (1 + 1 / t) * (a * trace) ** 2
+        alone = (1 + t) * np.diag(weights) * (1 + along * (g**2).sum(axis=1)) + (1 + 1 / t) * (a * trace) ** 2
         # at 1 - P_jj below 1e-10 the float P_jj no longer tells how the others share the rest
         assert (alone <= own * (1 + 1e-9))[np.diag(P) < 1 - 1e-10].all()
         # N2 and N3: the evaluation at the true rows bounds the true column sum
@@ -81,17 +88,17 @@ def test_each_step_of_the_proof_holds_for_real_attention():
         if (p < 1e-9).any() or (p > 1 - 1e-9).any() or (q > 1 - 1e-9).any():
             continue
         count = n - 1
-        one = Multipliers(rng.random(1), rng.random(1) * 1.5, rng.random(1) / n)
+        one = some_multipliers(rng, 1, columns.omega, n)
         many = one.at(np.zeros(count, dtype=int))
         z = np.array([np.full(count, h[j]), h[rows], np.log(p), np.log(q)])
         value, _ = columns.off(z, z, many)
         assert np.isfinite(value).all()
         value = value + OwnShare(one, n)(np.zeros(count, dtype=int), q / (1 - p))
-        total = float(((1 + t[rows]) * weights[rows, j]).sum())
-        assert np.log(total) <= value.max() + 1e-9
-        assert (
-            np.log((1 + t[rows]) * weights[rows, j]) <= columns.off(z, z, replace(many, mu=0 * many.mu))[0] + 1e-9
-        ).all()
+        for direction in (rng.standard_normal(d), g[rows[0]] + 1e-12):
+            factor = 1 + along * (g[rows] @ direction) ** 2 / (direction @ direction)
+            assert np.log(((1 + t[rows]) * weights[rows, j] * factor).sum()) <= value.max() + 1e-9
+        nothing = replace(many, mu=0 * many.mu, nu=0 * many.nu, phi=0 * many.phi + columns.omega)
+        assert (np.log((1 + t[rows]) * weights[rows, j]) <= columns.off(z, z, nothing)[0] + 1e-9).all()
         assert (np.einsum("id,id->i", P[rows] @ Y, Y[rows]) * a <= a * h[rows] + 1e-9).all()
     assert tight > 0.99  # the row inequality is attained
 
@@ -104,7 +111,7 @@ def test_cells_dominate_their_points(n, a, stretch):
         columns = some_columns(rng, a, stretch, n)
         z = sample_rows(columns, float(rng.random()), 512).z
         count = z.shape[1]
-        many = Multipliers(*np.repeat([[rng.random()], [rng.normal()], [0.1]], count, axis=1))
+        many = some_multipliers(rng, count, columns.omega, n)
         value, _ = columns.off(z, z, many)
         width = np.array([[0.3], [0.3], [1.5], [1.5]]) * 10 ** (-3 * rng.random()) * rng.random(z.shape)
         at = rng.random(z.shape)
@@ -122,9 +129,10 @@ def test_cells_dominate_their_points(n, a, stretch):
 
 def test_cells_close_on_their_points():
     rng = np.random.default_rng(2)
-    columns = Columns(9.0, 9.0, 1.0, 8, (1.5, 2.0, 0.4), 0.1, 2.7)
+    columns = Columns(9.0, 9.0, 1.0, 8, 3, (1.5, 2.0, 0.4), 0.1, 2.7, 0.2)
     z = sample_rows(columns, 0.7, 1024).z
-    many = Multipliers(*np.repeat([[0.5], [0.5], [0.1]], z.shape[1], axis=1))
+    one = [[0.5], [0.4], [0.5], [0.1], [0.5], [2.0], [0.1], [0.6]]
+    many = Multipliers(*np.repeat(one, z.shape[1], axis=1))
     value, _ = columns.off(z, z, many)
     for width, gap in ((1e-2, 0.2), (1e-3, 0.02)):
         # in a cell of this width the bound is off by a few widths times slopes of about 5
@@ -138,11 +146,12 @@ def test_own_share_dominates_every_share():
     rng = np.random.default_rng(3)
     for n in (2, 5, 100):
         mu, xi = np.append(rng.random(4), 1.0), rng.random(5) / n
-        table = OwnShare(Multipliers(mu, mu, xi), n)
+        nu = mu * rng.random(5)
+        table = OwnShare(Multipliers(mu, nu, mu, xi, mu, mu, mu, mu), n)
         x, y = np.exp(-8 * rng.random((2, 3000)))
         kl = x * np.log(x / y) + (1 - x) * np.log((1 - x) / (1 - y))
         for k in range(5):
-            value = -(1 - mu[k]) * np.log(x) - mu[k] * kl + xi[k] * (n - 1 - 1 / x)
+            value = -(1 - mu[k]) * np.log(x) - (mu[k] - nu[k]) * kl + xi[k] * (n - 1 - 1 / x)
             assert (value <= table(np.full(3000, k), y) + 1e-12).all()
 
 
@@ -179,9 +188,9 @@ def test_only_the_scale_free_numbers_matter():
     other = psd(SoftmaxAttention(4 * c * np.eye(2), w * np.eye(2)), domain=Ball(1 / np.sqrt(c)), n=3, effort="fast")
     # 2e-3: rounding of a may move the search for multipliers, whose gap is 1 percent of the square
     assert other.value == pytest.approx(w * one.value, rel=2e-3)
-    # free of the dimension and of rotations of the values; an ellipsoid is seen through its ball
-    turn = np.array([[0.6, -0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
-    other = psd(SoftmaxAttention(4 * np.eye(3), turn), domain=Ellipsoid(np.diag([1.0, 0.5, 0.2])), n=3, effort="fast")
+    # free of rotations of the values; an ellipsoid is seen through its ball
+    turn = np.array([[0.6, -0.8], [0.8, 0.6]])
+    other = psd(SoftmaxAttention(4 * np.eye(2), turn), domain=Ellipsoid(np.diag([1.0, 0.5])), n=3, effort="fast")
     assert other.value == pytest.approx(one.value, rel=2e-3)
 
 
@@ -212,12 +221,22 @@ def test_the_recheck_rejects_tampering():
         ("sigma", own["sigma"] + 2.0),
         ("xi", -own["xi"]),
         ("xi", np.full_like(own["xi"], np.nan)),
+        ("nu", own["mu"] + 0.1),
+        ("nu", -own["nu"] - 0.1),
+        ("t", np.ones_like(own["t"])),
+        ("s", np.ones_like(own["s"])),
+        ("s", 0.5 * own["t"] - 0.1),
+        ("zeta", -own["zeta"]),
+        ("phi", np.zeros_like(own["phi"])),
+        ("phi", 1e3 * own["phi"]),
+        ("omega", np.array([0.0])),
+        ("omega", 50 * own["omega"]),
     ):
         assert not replace(bound, multipliers={**own, key: value}).verify(), key
     missing = {k: v for k, v in own.items() if k != "mu"}
     assert not replace(bound, multipliers=missing).verify()
     # other admissible multipliers prove less, never something false
-    other = replace(bound, multipliers={**own, "mu": 0.5 * own["mu"]})
+    other = replace(bound, multipliers={**own, "mu": 0.5 * own["mu"], "nu": 0.5 * own["nu"]})
     assert (
         other.proved_value()
         >= lipschitz_lower_bound(SoftmaxAttention(4 * np.eye(2), np.eye(2)), radius=1.0, n=3, rng=0).value

@@ -1,11 +1,15 @@
 """The steps of the psd bound, one test each: ranges on boxes against the definitions at points of them, in many digits."""
 
+from dataclasses import replace
+
 import mpmath as mp
 import numpy as np
 import pytest
+from psd_terms import some_multipliers, square, term
 from scipy.special import xlogy
 
-from otattn.lipschitz.upper.psd_columns import Columns, Multipliers
+from otattn.lipschitz.upper.psd_columns import Columns
+from otattn.lipschitz.upper.psd_multipliers import Multipliers
 from otattn.lipschitz.upper.psd_rows import Range
 
 SETTINGS = [(2, 3.0, 1.0), (3, 9.0, 2.0), (8, 0.5, 30.0), (64, 25.0, np.inf)]
@@ -14,7 +18,7 @@ POINTS = 12
 
 
 def columns(n, a, stretch):
-    return Columns(a, a, stretch, n, (1.3, 2.5, 0.4), 0.7, 1.9)
+    return Columns(a, a, stretch, n, 3, (1.3, 2.5, 0.4), 0.7, 1.9, 0.2)
 
 
 def boxes(c, rng, count=25):
@@ -41,10 +45,6 @@ def inside(values, bounds, scale=1.0):
     """Whether ``(POINTS, count)`` numbers lie in the ranges, up to the rounding of numbers of this scale."""
     slack = 1e-12 * scale * (1 + np.abs(values))
     return (values >= bounds.lo - slack).all() and (values <= bounds.hi + slack).all()
-
-
-def square(c, h):
-    return np.minimum(1.0, c.stretch * h * h) if np.isfinite(c.stretch) else np.ones_like(h)
 
 
 def derivative(f, point, axis):
@@ -117,27 +117,49 @@ def test_the_plane_touches_the_entropies_and_lies_below_them(n, a, stretch) -> N
     assert np.abs(plane.e0 - entropies(plane.pt, plane.qt)).max() <= 1e-11
 
 
+def with_losses(c, box, rng):
+    """The boxes with losses, and losses of them ``(POINTS, count)``."""
+    low = np.asarray(c.price(box).hi) * rng.random(box.p.lo.shape) * 0.5
+    high = low + 0.3 * np.asarray(c.price(box).hi) * rng.random(low.shape)
+    return replace(box, loss=Range(low, high)), low + rng.random((POINTS, low.size)) * (high - low)
+
+
 @each_setting
-def test_the_mean_and_gamma_hold_their_values_at_points(n, a, stretch) -> None:
+def test_the_reach_and_the_losses_hold_their_values_at_points(n, a, stretch) -> None:
+    rng = np.random.default_rng(3)
     c = columns(n, a, stretch)
-    lo, hi, z = boxes(c, np.random.default_rng(3))
+    lo, hi, z = boxes(c, rng)
     box, (_, h, lp, lq) = c.box(lo, hi), z
-    plane, B, (E, reached) = c.plane(box), c.second_moment(box), c.mean_range(c.plane(box), box)
+    plane, (E, reached) = c.plane(box), c.mean_range(c.plane(box), box)
     p, q = np.exp(lp), np.exp(lq)
     flat = a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
     scale = 1 + np.abs(plane.e0) + np.abs(plane.ep) + np.abs(plane.eq)
     assert inside(np.maximum(flat, 0.0), E, 1e3 * scale)
     assert reached[(flat <= a * h).any(axis=0)].all()
-    assert inside(1 - p * (1 - square(c, hi[0])) - q * (1 - square(c, h)), B)
-    gamma = c.gamma(box, E, B)
-    at = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0])) - q * (1 - square(c, h))) - np.maximum(flat, 0.0) ** 2
-    assert inside(at, Range(np.where(gamma.lo < 0, -np.inf, gamma.lo), gamma.hi), 1e3 * scale * (1 + a) ** 2)
-    middle = c.middle(lo, hi)
+    reach = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0]))) - np.maximum(flat, 0.0) ** 2
+    middle = c.middle(lo, hi, box.loss)
+    assert inside(reach, c.reach(plane, box, middle, E), 1e3 * scale * (1 + a) ** 2)
     m = [x.lo for x in (middle.h, middle.p, middle.q)]
     Em = np.maximum(a * m[0] ** 2 + plane.e0 + plane.ep * (m[1] - plane.pt) + plane.eq * (m[2] - plane.qt), 0.0)
-    centre = (a * m[0]) ** 2 * (1 - m[1] * (1 - square(c, hi[0])) - m[2] * (1 - square(c, m[0]))) - Em**2
-    assert c.gamma_at(plane, middle) == pytest.approx(centre, rel=1e-9, abs=1e-9 * (1 + a) ** 2)
-    assert np.array_equal(c.cap(box), [min(4 * x * (1 - x) if x > 0.5 else 1.0 for x in y) for y in np.exp(lo[2:].T)])
+    centre = (a * m[0]) ** 2 * (1 - m[1] * (1 - square(c, hi[0]))) - Em**2
+    assert c.reach_at(plane, middle) == pytest.approx(centre, rel=1e-9, abs=1e-9 * (1 + a) ** 2)
+    box, loss = with_losses(c, box, rng)
+    span = c.reach(plane, box, c.middle(lo, hi, box.loss), E)
+    gamma = c.gamma(span, box)
+    assert inside(np.maximum(reach - loss, gamma.lo), gamma, 1e3 * scale * (1 + a) ** 2)
+    price = (a * h) ** 2 * (1 - p)
+    assert inside(price, c.price(box))
+    assert inside(loss / price, c.gap(box), 10.0)
+    assert inside((a * h) ** 2 * q * (1 - square(c, h)), c.least_loss(box))
+    cap = [
+        [min(4 * x * (1 - x) if y > 0.5 else 1.0 for x, y in zip(t, s, strict=True)) for t, s in pairs]
+        for pairs in (
+            zip(np.exp(hi[2:].T), np.exp(lo[2:].T), strict=True),
+            zip(np.exp(lo[2:].T), np.exp(lo[2:].T), strict=True),
+        )
+    ]
+    assert np.array_equal(c.cap(box).lo, cap[0])
+    assert np.array_equal(c.cap(box).hi, cap[1])
 
 
 @each_setting
@@ -145,46 +167,93 @@ def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
     rng = np.random.default_rng(4)
     c = columns(n, a, stretch)
     lo, hi, z = boxes(c, rng, 6)
-    box, middle, plane = c.box(lo, hi), c.middle(lo, hi), c.plane(c.box(lo, hi))
-    B, (E, _) = c.second_moment(box), c.mean_range(plane, box)
-    many = Multipliers(rng.random(6), rng.normal(size=6), np.full(6, 0.1))
+    box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
+    box, losses = with_losses(c, box, rng)
+    middle, (E, _) = c.middle(lo, hi, box.loss), c.mean_range(plane, box)
+    many = some_multipliers(rng, 6, c.omega, n)
     tilt = c.tilt(many, hi[0])
     t0, g, t1 = c.split
-    in_gamma, in_term = c.gamma_slopes(box, E, B, plane), c.term_slopes(box, tilt)
+    reach = c.reach(plane, box, middle, E)
+    slopes = c.reach_slopes(box, E, plane)._replace(loss=Range.of(-np.ones(6)))
+    in_gamma, in_term = c.thinned_slopes(c.gamma(reach, box), slopes, box), c.term_slopes(box, tilt)
     capped = [c.capped(box, middle, own=own) for own in (False, True)]
     for k in range(6):
-        mu, sigma, e = many.mu[k], many.sigma[k], [mp.mpf(x[k]) for x in plane]
+        e = [mp.mpf(x[k]) for x in plane]
+        mu, nu, sigma, _, t, zeta, phi, s = (float(getattr(many, key)[k]) for key in Multipliers.names())
+        left = max(phi - nu * (s - t), 0.0)
+        along = mu - 2 * (mu - nu * t - phi + left) * sigma
         missing = 1 - float(square(c, hi[0, k]))
 
-        def gamma(h, lp, lq, e=e, missing=missing):
+        def short(h):
+            return 1 - min(1, c.stretch * h**2) if np.isfinite(stretch) else 0 * h
+
+        def gamma(h, lp, lq, loss, e=e, missing=missing):
             p, q = mp.exp(lp), mp.exp(lq)
             flat = a * h**2 + e[0] + e[1] * (p - e[3]) + e[2] * (q - e[4])
-            z = min(1, c.stretch * h**2) if np.isfinite(stretch) else 1
-            return (a * h) ** 2 * (1 - p * missing - q * (1 - z)) - max(flat, 0) ** 2
+            return ((a * h) ** 2 * (1 - p * missing) - max(flat, 0) ** 2 - loss) / (1 + c.omega * a * h**2)
 
-        def term(h, lp, lq, mu=mu, sigma=sigma):
-            bend = mu * (mp.log(1 - mp.exp(lp)) - lp + (1 - 2 * sigma) * (a * h**2 + lp - lq))
-            return mp.log(1 + t0 * (1 - h) ** g + t1) + bend
+        def rest(h, lp, lq, loss, mu=mu, nu=nu, t=t, zeta=zeta, along=along, left=left):
+            crowd = mp.log(1 + zeta * loss / ((a * h) ** 2 * (1 - mp.exp(lp)))) - mp.log(1 + zeta * short(h))
+            value = mu * (mp.log(1 - mp.exp(lp)) - lp) + along * (a * h**2 + lp - lq) + (left - nu * t) * a * h**2
+            return mp.log(1 + t0 * (1 - h) ** g + t1) + value + nu * crowd
 
-        for point in z[1:, :, k].T[:5]:
-            point = point.tolist()
-            for axis, name in enumerate(("h", "lp", "lq")):
-                for f, slopes in (
+        for point, loss in zip(z[1:, :, k].T[:5], losses[:5, k], strict=True):
+            point = [*point.tolist(), float(loss)]
+            for axis, name in enumerate(("h", "lp", "lq", "loss")):
+                for f, sides in (
                     (gamma, in_gamma),
-                    (term, in_term),
-                    (lambda h, lp, _: 4 * (a * h) ** 2 * mp.exp(lp) * (1 - mp.exp(lp)), capped[0][2]),
-                    (lambda h, _, lq: 4 * (a * h) ** 2 * mp.exp(lq) * (1 - mp.exp(lq)), capped[1][2]),
+                    (rest, in_term),
+                    (lambda h, lp, *_: 4 * (a * h) ** 2 * mp.exp(lp) * (1 - mp.exp(lp)), capped[0][2]),
+                    (lambda h, _, lq, __: 4 * (a * h) ** 2 * mp.exp(lq) * (1 - mp.exp(lq)), capped[1][2]),
                 ):
-                    if f is not gamma and f is not term and np.exp(lo[2 if slopes is capped[0][2] else 3, k]) <= 0.5:
+                    if f is not gamma and f is not rest and np.exp(lo[2 if sides is capped[0][2] else 3, k]) <= 0.5:
                         continue
-                    side, value = getattr(slopes, name), derivative(f, point, axis)
+                    if f is gamma and float(gamma(*point)) < 0:
+                        continue  # Gamma is zero there
+                    side, value = getattr(sides, name), derivative(f, point, axis)
+                    low, high = (np.broadcast_to(x, 6)[k] for x in (side.lo, side.hi))
                     slack = 1e-9 * (1 + abs(value) + a * a)
-                    assert side.lo[k] - slack <= value <= side.hi[k] + slack, (name, k)
+                    assert low - slack <= value <= high + slack, (name, k)
     for (value, span, _), lx, at in zip(capped, (z[2], z[3]), (middle.p.lo, middle.q.lo), strict=True):
         one = np.exp(lx).min(axis=0) > 0.5
         inner = 4 * (a * z[1]) ** 2 * np.exp(lx) * (1 - np.exp(lx))
         assert inside(inner[:, one], Range(span.lo[one], span.hi[one]))
         assert value == pytest.approx(4 * (a * middle.h.lo) ** 2 * at * (1 - at), rel=1e-12)
+
+
+@each_setting
+def test_the_best_loss_lies_in_its_range(n, a, stretch) -> None:
+    """The largest term over all losses that a row can have is the largest over the range of its box."""
+    rng = np.random.default_rng(8)
+    c = columns(n, a, stretch)
+    lo, hi, z = boxes(c, rng, 40)
+    box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
+    E, _ = c.mean_range(plane, box)
+    many = some_multipliers(rng, 40, c.omega, n)
+    reach = c.reach(plane, box, c.middle(lo, hi, box.loss), E)
+    best = c.at_best_losses(box, reach, c.tilt(many, hi[0])).loss
+    r, h, p, q = hi[0], z[1], np.exp(z[2]), np.exp(z[3])
+    flat = a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
+    most = (a * h) ** 2 * (1 - p * (1 - square(c, r))) - np.maximum(flat, 0.0) ** 2
+    price = (a * h) ** 2 * (1 - p)
+    least = (a * h) ** 2 * q * (1 - square(c, h))
+    cap = np.where(p > 0.5, np.where(np.exp(lo[2]) > 0.5, 4 * p * (1 - p), 1.0), 1.0)
+    cap = np.minimum(cap, np.where(np.exp(lo[3]) > 0.5, 4 * q * (1 - q), 1.0)) * (a * h) ** 2
+    top = np.minimum(most, price)
+    possible = top >= least
+
+    def value(loss):
+        gamma = np.clip(most - loss, 0.0, cap)
+        with np.errstate(invalid="ignore"):
+            return term(c, many, r, h, p, q, loss / price, gamma)
+
+    # the term rises up to its largest value and falls beyond: a step to the range is a step up
+    for x in np.linspace(0.0, 1.0, 400):
+        loss = least + x * (top - least)
+        step = value(np.clip(loss, best.lo, best.hi)) - value(loss)
+        assert (step >= -1e-9 * (1 + a))[possible].all()
+    assert (best.hi - best.lo < 0.9 * np.max(top - least, axis=0))[possible.any(axis=0)].sum() > 5
+    assert possible.sum() > 100
 
 
 def test_capped_gamma_is_tested_on_large_shares() -> None:
@@ -195,7 +264,8 @@ def test_capped_gamma_is_tested_on_large_shares() -> None:
     for own in (False, True):
         if own:
             lo, hi = lo[[0, 1, 3, 2]], hi[[0, 1, 3, 2]]
-        box, middle = c.box(lo, hi), c.middle(lo, hi)
+        box = c.box(lo, hi)
+        middle = c.middle(lo, hi, box.loss)
         value, span, slopes = c.capped(box, middle, own=own)
         h = lo[1] + rng.random((20, count)) * (hi - lo)[1]
         lx = (lo + rng.random((20, 1, count)) * (hi - lo))[:, 3 if own else 2]
@@ -236,30 +306,25 @@ def test_corner_and_middle_bound_the_term_at_every_point(n, a, stretch) -> None:
     rng = np.random.default_rng(7)
     c = columns(n, a, stretch)
     lo, hi, z = boxes(c, rng, 60)
-    box, middle, plane = c.box(lo, hi), c.middle(lo, hi), c.plane(c.box(lo, hi))
-    B, (E, _) = c.second_moment(box), c.mean_range(plane, box)
-    gamma = c.gamma(box, E, B)
-    many = Multipliers(rng.random(60), rng.normal(size=60), np.full(60, 0.1))
+    box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
+    box, loss = with_losses(c, box, rng)
+    middle, (E, _) = c.middle(lo, hi, box.loss), c.mean_range(plane, box)
+    reach = c.reach(plane, box, middle, E)
+    gamma = c.gamma(reach, box)
+    many = some_multipliers(rng, 60, c.omega, n)
     tilt = c.tilt(many, hi[0])
     _, h, lp, lq = z
     p, q = np.exp(lp), np.exp(lq)
     flat = np.maximum(a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt), 0.0)
-    at = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0])) - q * (1 - square(c, h))) - flat**2
+    at = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0]))) - flat**2 - loss
     # the term as the proof writes it, with the largest r of the box
-    logit = a * h**2 + lp - lq
-    term = np.log(c.row_weight(p, np.maximum(at, 0.0))) + np.log1p(c.t(h))
-    term += many.mu * (np.log1p(-p) - lp + (1 - 2 * many.sigma) * logit + a * many.sigma**2 * hi[0] ** 2)
-    bound, moves = c.by_middle(box, middle, tilt, c.gamma_at(plane, middle), gamma, c.gamma_slopes(box, E, B, plane))
-    corner = c.at_corner(box, gamma.hi, tilt)
-    slack = 1e-9 * (1 + np.abs(term).max(axis=0))
-    assert (term <= bound + slack).all()
-    assert (term <= corner + slack).all()
-    assert bound == pytest.approx(
-        c.at_corner(middle, np.maximum(c.gamma_at(plane, middle), 0.0), tilt) + moves.sum(axis=0), rel=1e-12
-    )
-    # at a point both say the same, and what the definitions say
-    one = c.box(z[:, 2], z[:, 2])
-    there = np.log(c.row_weight(p[2], np.maximum(at[2], 0.0))) + np.log1p(c.t(h[2]))
-    there += many.mu * (np.log1p(-p[2]) - lp[2] + (1 - 2 * many.sigma) * logit[2] + a * many.sigma**2 * z[0, 2] ** 2)
-    point_tilt = c.tilt(many, z[0, 2])
-    assert c.at_corner(one, np.maximum(at[2], 0.0), point_tilt) == pytest.approx(there, rel=1e-9, abs=1e-9)
+    true = term(c, many, hi[0], h, p, q, loss / ((a * h) ** 2 * (1 - p)), np.maximum(at, 0.0))
+    slopes = c.reach_slopes(box, E, plane)._replace(loss=Range.of(-np.ones(60)))
+    there = c.reach_at(plane, middle) - middle.loss.lo
+    bound, moves = c.by_middle(box, middle, tilt, there, gamma, slopes)
+    corner = c.at_corner(box, c.thinned(gamma, box).hi, tilt)
+    slack = 1e-9 * (1 + np.abs(true).max(axis=0))
+    assert (true <= bound + slack).all()
+    assert (true <= corner + slack).all()
+    most = np.maximum(there, 0.0) / c.metric(middle.h).lo
+    assert bound == pytest.approx(c.at_corner(middle, most, tilt) + moves.sum(axis=0), rel=1e-12)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from psd_terms import some_multipliers, square, term, weight
 from relaxation_attacks import climb, in_ball
 from scipy.special import softmax, xlogy
 
@@ -20,7 +21,8 @@ from otattn.lipschitz.lower.clusters import Configuration
 from otattn.lipschitz.relaxations import field_certificate
 from otattn.lipschitz.upper.mean_field import entropy_bound, mean_field
 from otattn.lipschitz.upper.psd import psd
-from otattn.lipschitz.upper.psd_columns import Columns, Multipliers, OwnShare, OwnTerm
+from otattn.lipschitz.upper.psd_columns import Columns, OwnTerm
+from otattn.lipschitz.upper.psd_multipliers import OwnShare
 from otattn.lipschitz.upper.rows_and_columns import Rows, Search, rows_and_columns
 from otattn.lipschitz.upper.scores import rotary_row_bound
 from otattn.measures import Ball, Box
@@ -37,17 +39,8 @@ def some_columns(rng, n):
     stretch = float(rng.choice([1.0, 1.0, 1.5, 10.0, 1e6, np.inf]))
     split = (10 ** rng.uniform(-3, 1.7), 1 + 10 ** rng.uniform(-3, 1.7), 10 ** rng.uniform(-3, 1.7))
     eta = float(rng.choice([0.0, 10 ** rng.uniform(-3, 1.7)]))
-    return Columns(a, a * rng.uniform(0.5, 1.0), stretch, n, split, eta, 10 ** rng.uniform(-2, 3))
-
-
-def norm_of_token(columns, h):
-    return np.minimum(1.0, columns.stretch * h**2) if np.isfinite(columns.stretch) else np.ones_like(h)
-
-
-def weight(columns, p, gamma):
-    """``c(p, Gamma)`` from its definition."""
-    D = (1 + columns.tau) * p + (1 + 1 / columns.tau) * (1 - p) * gamma
-    return (1 + columns.eta) / (1 / (p * (1 + gamma)) + columns.eta / D)
+    d, omega = int(rng.integers(1, 9)), 10 ** rng.uniform(-3, 1)
+    return Columns(a, a * rng.uniform(0.5, 1.0), stretch, n, d, split, eta, 10 ** rng.uniform(-2, 3), omega)
 
 
 def possible_rows(columns, rng, count):
@@ -60,12 +53,7 @@ def possible_rows(columns, rng, count):
     log_q = -np.logaddexp(np.logaddexp(0.0, odds), others)
     p, q, rest = np.exp(odds + log_q), np.exp(log_q), np.exp(others + log_q)
     E = a * h**2 - log_q + xlogy(p, p) + xlogy(q, q) + (xlogy(rest, rest / (n - 2)) if n > 2 else 0.0)
-    lam = (
-        1
-        - p * (1 - norm_of_token(columns, r))
-        - q * (1 - norm_of_token(columns, h))
-        - (np.maximum(E, 0) / (a * h)) ** 2
-    )
+    lam = 1 - p * (1 - square(columns, r)) - q * (1 - square(columns, h)) - (np.maximum(E, 0) / (a * h)) ** 2
     for x in (p, q):
         lam = np.where(x > 0.5, np.minimum(lam, 4 * x * (1 - x)), lam)
     ok = (a * h >= E) & (lam >= 0) & (p > 1e-6 / n) & (p < 1 - 1e-12)
@@ -79,11 +67,11 @@ def test_boxes_of_rows_hold_what_the_definitions_say():
         columns = some_columns(rng, SIZES[k % len(SIZES)])
         (r, h, p, q), lam = possible_rows(columns, rng, 300)
         count, a = len(r), columns.a
-        mu, sigma = float(rng.choice([0.0, 1.0, rng.random()])), float(rng.normal())
-        t0, g, t1 = columns.split
-        logit = a * h**2 + np.log(p / q)
-        true = np.log(weight(columns, p, (a * h) ** 2 * lam)) + np.log(1 + t0 * (1 - h) ** g + t1)
-        true += mu * (np.log1p(-p) - np.log(p) + (1 - 2 * sigma) * logit + a * sigma**2 * r**2)
+        # a larger gap takes from the spread
+        least = q * (1 - square(columns, h)) / (1 - p)
+        gap = least + np.minimum(1 - least, lam / (1 - p)) * rng.random(count) ** rng.choice([1.0, 4.0])
+        many = some_multipliers(rng, count, columns.omega, columns.n)
+        true = term(columns, many, r, h, p, q, gap, (a * h) ** 2 * np.maximum(lam - (1 - p) * (gap - least), 0.0))
         z = np.array([r, h, np.log(p), np.log(q)])
         # wide and narrow sides, the point often at the lower end
         width = np.array([[0.3], [0.3], [3.0], [3.0]]) * 10 ** (-4 * rng.random(z.shape) * rng.integers(0, 2, z.shape))
@@ -91,11 +79,10 @@ def test_boxes_of_rows_hold_what_the_definitions_say():
         lo, hi = z - at * width, z + (1 - at) * width
         lo = np.maximum(lo, [[0.0], [0.0], [columns.log_least_p], [columns.log_least_q]])
         hi = np.minimum(hi, [[1.0], [1.0], [0.0], [0.0]])
-        many = Multipliers(*np.repeat([[mu], [sigma], [0.1]], count, axis=1))
         with np.errstate(all="ignore"):
             whole, _ = columns.off(lo, hi, many)
         # 1e-9: the logarithms are differences of terms of that size
-        assert (true <= whole + 1e-9 * (1 + mu * a * (1 + abs(sigma)) ** 2)).all()
+        assert (true <= whole + 1e-9 * (1 + a) * (1 + many.sigma) ** 2).all()
         seen += count
     assert seen > 5000
 
@@ -110,12 +97,13 @@ def test_own_terms_hold_what_the_definitions_say():
         r = 1 - rng.random(100)
         q = 1 / (1 + (n - 1) * np.exp(a * (r * rng.uniform(-1, 1, 100) - r**2)))
         E = a * r**2 - np.log(q) + xlogy(q, q) + xlogy(1 - q, (1 - q) / (n - 1))
-        lam = 1 - q * (1 - norm_of_token(columns, r)) - (np.maximum(E, 0) / (a * r)) ** 2
+        lam = 1 - q * (1 - square(columns, r)) - (np.maximum(E, 0) / (a * r)) ** 2
         lam = np.where(q > 0.5, np.minimum(lam, 4 * q * (1 - q)), lam)
         ok = (lam >= 0) & (a * r >= E) & (q < 1 - 1e-12)
         r, q, lam = r[ok], q[ok], lam[ok]
         t = columns.t(r)
-        true = (1 + t) * weight(columns, q, (a * r) ** 2 * lam) + (1 + 1 / t) * (columns.b * lam) ** 2
+        metric = 1 + columns.omega * a * r**2
+        true = (1 + t) * weight(columns, q, (a * r) ** 2 * lam / metric) * metric + (1 + 1 / t) * (columns.b * lam) ** 2
         side = 10 ** (-4 * rng.random(r.size)) * rng.random((2, r.size))
         with np.errstate(all="ignore"):
             whole = OwnTerm(columns)(np.maximum(r - side[0], 0), np.minimum(r + side[1], 1))
@@ -151,13 +139,15 @@ def test_columns_of_attention_are_below_the_boxes_of_their_rows():
         logits = (X * values) @ X.T
         P = softmax(logits, axis=1)
         columns = replace(
-            some_columns(rng, n), a=values[0], stretch=values[0] / values.min() if values.min() else np.inf
+            some_columns(rng, n), a=values[0], d=d, stretch=values[0] / values.min() if values.min() else np.inf
         )
         m, h = P @ X, np.sqrt((values * X**2).sum(axis=1) / values[0])
         trace = np.einsum("ik,ikd->i", P, (X[None] - m[:, None]) ** 2)
-        terms = weight(columns, np.maximum(P, 1e-300), (((X * values) ** 2).sum(axis=1) * trace)[:, None])
+        g, along = X * values, columns.omega / columns.a
+        spread = (g**2).sum(axis=1) * trace / (1 + along * (g**2).sum(axis=1))
+        terms = weight(columns, np.maximum(P, 1e-300), spread[:, None])
         terms = (1 + columns.t(h))[:, None] * terms
-        one = Multipliers(rng.random(1), rng.random(1) * 1.5, 10 ** rng.uniform(-3, 1, 1) / n)
+        one = some_multipliers(rng, 1, columns.omega, n)
         share, cell = OwnShare(one, n), np.zeros(n - 1, dtype=int)
         for j in range(n):
             rows = np.flatnonzero(np.arange(n) != j)
@@ -173,7 +163,9 @@ def test_columns_of_attention_are_below_the_boxes_of_their_rows():
             with np.errstate(all="ignore"):
                 value, _ = columns.off(lo, hi, one.at(cell))
             value = value + share(cell, np.exp(lo[3]) / -np.expm1(lo[2]))
-            assert np.log(terms[rows, j].sum()) <= value.max() + 1e-9 * (1 + columns.a)
+            e = g[rows[0]] if rng.random() < 0.5 and g[rows[0]].any() else rng.standard_normal(d)
+            factor = 1 + along * (g[rows] @ e) ** 2 / (e @ e)
+            assert np.log((terms[rows, j] * factor).sum()) <= value.max() + 1e-9 * (1 + columns.a)
             seen += 1
     assert seen > 400
 

@@ -1,0 +1,38 @@
+"""What the psd bound says of one row, written as its proof writes it, and multipliers of every kind."""
+
+import numpy as np
+
+from otattn.lipschitz.upper.psd_multipliers import Multipliers
+
+
+def some_multipliers(rng, count, omega, n):
+    """``count`` cells of valid multipliers."""
+    mu = rng.random(count) ** rng.choice([0.3, 1.0])
+    nu, (t, s) = mu * rng.choice([0.0, 1.0, rng.random()]), 0.98 * rng.random((2, count))
+    zeta, phi = 10 ** rng.uniform(-2, 1.5, count), omega * 10 ** rng.uniform(-2, 0.3, count)
+    return Multipliers(mu, nu, 1.5 * rng.random(count), 10 ** rng.uniform(-3, 1, count) / n, t, zeta, phi, s)
+
+
+def square(columns, h):
+    """``z(h)``."""
+    return np.minimum(1.0, columns.stretch * h**2) if np.isfinite(columns.stretch) else np.ones_like(h)
+
+
+def weight(columns, p, gamma):
+    """``c(p, G)`` from its definition."""
+    D = (1 + columns.tau) * p + (1 + 1 / columns.tau) * (1 - p) * gamma
+    return (1 + columns.eta) / (1 / (p * (1 + gamma)) + columns.eta / D)
+
+
+def term(columns, many, r, h, p, q, gap, gamma):
+    """The logarithm of a term without the own share."""
+    a, omega, (t0, g, t1) = columns.a, columns.omega, columns.split
+    mu, nu, sigma, _, t, zeta, phi, s = (getattr(many, key) for key in Multipliers.names())
+    left = np.maximum(phi - nu * (s - t), 0.0)
+    kappa = mu - nu * t - phi + left
+    value = np.log(weight(columns, p, gamma / (1 + omega * a * h**2))) + np.log(1 + t0 * (1 - h) ** g + t1)
+    value = value + mu * (np.log1p(-p) - np.log(p)) + (mu - 2 * kappa * sigma) * (a * h**2 + np.log(p) - np.log(q))
+    value = value + (left - nu * t) * a * h**2 + kappa * a * sigma**2 * r**2
+    value = value + nu * (np.log1p(zeta * gap) - np.log1p(zeta * (1 - square(columns, h))))
+    value = value - nu / 2 * ((columns.d - 1) * np.log1p(-(t**2)) + np.log1p(-(s**2)))
+    return value + np.log(omega / phi) + phi / omega - 1
