@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,23 +36,24 @@ from otattn import _validate as check
 from otattn._linalg import EPS, Array, bordered, mid
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
-from otattn.lipschitz.arithmetic.intervals import lift, upper
+from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
-from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.constants.cells import proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
 from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, OwnBlocks
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_search import LEVELS, finer, refined
+from otattn.lipschitz.forms.frontier_total import MAX_CELLS, Total
 from otattn.lipschitz.forms.own_pairs import OwnPairs
 from otattn.lipschitz.forms.vertex_rows import Cells, VertexRows
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
-_CELLS = 400_000
 _SHARES = 24
 """Multipliers mu of which each box takes the best."""
 _RANGE = 1e-3, 1e4
@@ -95,88 +95,18 @@ class Whole:
             raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
         g0, g1 = (self.number() * x for x in (edges[:-1], edges[1:]))
         low = family.lower(g0, g1) - (0.0 if self.head.exact else 1e-12 * self.a)
-        field = min(1.0, top(self.head.trace_sigma / (self.number() * self.v)) * (1.0 + 8.0 * EPS))
-        return Cells.of(self.number(), entropy_gap(self.n), edges, low, field, frontier)
-
-
-@dataclass(frozen=True, eq=False)
-class Total:
-    """The maximum over ``(r, theta, e_3)`` from a table of rows."""
-
-    n: int
-    angles: Array
-    rows: Array
-    mu: Array
-    exact: bool
+        return Cells.of(self.number(), entropy_gap(self.n), edges, low, self.field, frontier)
 
     @property
-    def corners(self) -> tuple[Array, Array]:
-        """Largest e and s of each cell of directions."""
-        return np.sin(self.angles[1:]), np.cos(self.angles[:-1])
+    def field(self) -> float:
+        """vartheta of the field part."""
+        return min(1.0, top(self.head.trace_sigma / (self.number() * self.v)) * (1.0 + 8.0 * EPS))
 
-    @cached_property
-    def others(self) -> Array:
-        """``max_c`` of the braces ``(mu, cells)``, the cells up to each, for ``r = 1``."""
-        wrap = lift if self.exact else np.asarray
-        ce, cs = self.corners
-        low, high = (np.cos(wrap(x)) for x in (self.angles[:-1], self.angles[1:]))
-        with np.errstate(divide="ignore", over="ignore"):
-            most = np.maximum(np.sin(wrap(self.angles[1:])) / high / ce, 1.0 / wrap(cs))
-            each = upper((wrap(self.rows) * most) ** 2 - wrap(self.mu)[:, None] * (1.0 / low**2 - 1.0))
-        return np.maximum.accumulate(np.where(np.isnan(each), np.inf, each), axis=1)
-
-    def cell(self, e: Array, s: Array) -> Array:
-        """The cell of a direction, or its neighbour by rounding."""
-        found = np.searchsorted(self.angles, np.arctan2(e, s), side="right") - 1
-        return np.clip(found, 0, self.rows.size - 1)
-
-    def row(self, e: Any, s: Any, cell: Array) -> Any:
-        """``G^2``, by any cell: the multiple of the corner is at least ``(e, s)``."""
-        ce, cs = self.corners
-        return (np.maximum(e / ce[cell], s / cs[cell]) * self.rows[cell]) ** 2
-
-    def bound(self, lo: Array, hi: Array) -> Array:
-        """Logarithm of the bound of the square on boxes, ``-inf`` where one is empty."""
-        table = self.others
-        k = self.n - 2
-
-        def norms(wrap: Any) -> tuple[Any, ...]:
-            (r0, t0, _), (r1, t1, x1) = ([wrap(x) for x in end] for end in (lo, hi))
-            e1, e2, rem = r1 * np.cos(t0), r1 * np.sin(t1), np.clip((1.0 - r0) * (1.0 + r0), 0.0, 1.0)
-            e3 = np.minimum(np.minimum(x1, e2), np.sqrt(rem))
-            return (e1, np.sqrt(e2**2 + e3**2)), (e2, np.sqrt(e1**2 + e3**2)), (e3, r1), rem
-
-        one, two, (e3, r), rem = norms(np.asarray)
-        first, second = (self.cell(*x) for x in (one, two))
-        last = self.cell(e3 * (1.0 + 1e-9), r)
-        each = k * r**2 * table[:, last] + self.mu[:, None] * rem
-        best = each.argmin(axis=0)
-        wrap = lift if self.exact else np.asarray
-        if self.exact:
-            one, two, (e3, r), rem = norms(lift)
-        value = (
-            self.row(one[0], one[1], first)
-            + self.row(two[0], two[1], second)
-            + k * r**2 * wrap(table[best, last])
-            + wrap(self.mu[best]) * rem
-        )
-        with np.errstate(divide="ignore"):
-            found = upper(np.log(value))
-        # e_3 <= e_2, and it is the largest of n - 2 norms whose squares sum to 1 - r^2
-        most, least = 1.0 - lo[0] ** 2, 1.0 - hi[0] ** 2
-        empty = (lo[2] ** 2 > most + 1e-12) | (least > k * hi[2] ** 2 + 1e-12) | (lo[2] > hi[0] * np.sin(hi[1]) + 1e-12)
-        return np.where(empty, -np.inf, found)
-
-    def cover(self) -> tuple[Array, Array]:
-        """Boxes of ``(r, theta, e_3)``."""
-        least = math.sqrt(2.0 / self.n) * (1.0 - 1e-12)
-        third = np.linspace(0.0, math.sqrt(0.5), 9)
-        third[-1] = 0.7072  # e_3 <= e_2 and e_2^2 + e_3^2 <= 1
-        return boxes(np.linspace(least, 1.0, 9), np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9), third)
-
-    def maximum(self, tol: float) -> Maximum:
-        """The largest bound of a box, in logarithms."""
-        return maximise(self.bound, *self.cover(), tol=tol, max_cells=_CELLS)
+    def entropic(self, family: SelfLogit, blocks: OwnBlocks) -> EntropicRows:
+        """The entropic rows on the cells of gamma between ``GAMMA``."""
+        g0, g1 = (self.number() * x for x in (GAMMA[:-1], GAMMA[1:]))
+        low = family.lower(g0, g1) - (0.0 if self.head.exact else 1e-12 * self.a)
+        return EntropicRows.of(self.number(), self.n, GAMMA, low, self.field, blocks)
 
 
 def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
@@ -188,9 +118,15 @@ def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
     return VertexRows.of(cells, OwnPairs.of(whole.A, whole.V, multipliers), angles, lam)
 
 
-def _total(whole: Whole, rows: VertexRows, multipliers: Mapping[str, Array]) -> Total:
+def _entropic(whole: Whole, multipliers: Mapping[str, Array]) -> EntropicRows:
+    """The entropic rows that the multipliers describe."""
+    blocks = OwnBlocks.of(whole.A, whole.V, whole.field, multipliers)
+    return whole.entropic(SelfLogit.of(whole.head, multipliers), blocks)
+
+
+def _total(whole: Whole, rows: VertexRows, entropic: EntropicRows, multipliers: Mapping[str, Array]) -> Total:
     mu = multiplier(multipliers, "mu", (_SHARES,), sign=True)
-    return Total(whole.n, multipliers["angles"], rows.proved(multipliers), mu, whole.head.exact)
+    return Total(whole.n, multipliers["angles"], rows.proved(multipliers), mu, whole.head.exact, entropic)
 
 
 def _fails(head: UnitNumbers) -> str | None:
@@ -221,9 +157,9 @@ def _problem(statement: Statement) -> dict[str, Any]:
 @dual_function("frontier_rows", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     whole: Whole = problem["whole"]
-    total = _total(whole, _rows(whole, multipliers), multipliers)
+    total = _total(whole, _rows(whole, multipliers), _entropic(whole, multipliers), multipliers)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
-    found = proved_below(total.bound, *total.cover(), target=problem["target"], max_cells=2 * _CELLS)
+    found = proved_below(total.bound, *total.cover(), target=problem["target"], max_cells=2 * MAX_CELLS)
     return _bound(found, whole)
 
 
@@ -286,7 +222,10 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         lambda x: whole.cells(x, family, frontier), lambda cells, x: VertexRows.of(cells, pairs, x, LEVELS), width
     )
     # a recheck proves each member anew: only those that decide are kept
-    family = family.decisive(head.a * edges[:-1], head.a * edges[1:])
+    family = family.decisive(*(head.a * np.append(edges[x], GAMMA[x]) for x in (slice(-1), slice(1, None))))
+    blocks = OwnBlocks.found(whole.A, whole.V, whole.field)
+    blocks = blocks.take(whole.entropic(family, blocks).used)
+    entropic = whole.entropic(family, blocks)
     angles = np.linspace(0.0, math.pi / 2, directions + 1)
     rows = VertexRows.of(whole.cells(edges, family, frontier), pairs, angles, LEVELS)
     plan = finer(rows, coarse)
@@ -296,6 +235,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         "heights": frontier.heights,
         "shares": frontier.shares,
         "pairs": pairs.members,
+        "blocks": blocks.members,
         "edges": edges,
         "angles": angles,
         "levels": LEVELS,
@@ -304,7 +244,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         "level": plan.level.astype(float),
         "mu": np.geomspace(0.02, 50.0, _SHARES) * (1.0 + whole.a**2),
     }
-    found = _total(whole, rows, multipliers).maximum(tol)
+    found = _total(whole, rows, entropic, multipliers).maximum(tol)
     return certify(
         "frontier_rows",
         statement=replace(statement, options={"target": found.value}),
