@@ -51,7 +51,7 @@ from scipy.optimize import minimize
 
 from otattn._linalg import EPS, Array, lambda_max_upper
 from otattn.lipschitz.arithmetic.balls import BallMatrix
-from otattn.lipschitz.arithmetic.intervals import lift, like, lower, upper
+from otattn.lipschitz.arithmetic.intervals import lift, like, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.certificate import multiplier
 from otattn.lipschitz.forms.own_pairs import PairForms
@@ -66,6 +66,8 @@ LEADS = (0.0, 0.1, 0.2, 0.35, 0.55, 0.8)
 """Values of nu."""
 TILTS = (-0.4, 0.0, 0.2, 0.4, 0.7, 1.1)
 """Values of xi."""
+HEAVIEST = np.linspace(0.0, 1.0, 21)
+"""Cells of r."""
 INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
 """Values of beta."""
 LOWERED = (0.0, 0.5, 1.0)
@@ -173,7 +175,7 @@ class EntropicRows:
         """``low`` bounds ``a <g, x_i>`` from below on the cells of gamma between ``edges``."""
         eta = entropies(n)
         gamma = tuple(like(x[:, None], a) for x in (edges[:-1], edges[1:]))
-        found = [_cells(a, gamma, eta, low[:, None], field, blocks, at) for at in range(MASSES.size - 1)]
+        found = [_cells(a, n, gamma, low[:, None], field, blocks, at) for at in range(MASSES.size - 1)]
         table = np.concatenate([x for x, _ in found], axis=1)
         keep = np.concatenate([k[_undominated(table[:, k])] for k in (np.flatnonzero(table[0] == x) for x in eta[:-1])])
         keep = keep[_undominated(table[:, keep])]
@@ -214,10 +216,11 @@ def entropies(n: int) -> Array:
 
 
 def _cells(
-    a: Any, gamma: tuple[Any, ...], eta: Array, low: Any, field: float, blocks: OwnBlocks, at: int
+    a: Any, n: int, gamma: tuple[Any, ...], low: Any, field: float, blocks: OwnBlocks, at: int
 ) -> tuple[Array, Array]:
     """Rows ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide."""
     p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
+    eta = entropies(n)
     high, one = like(eta[1:], a), like(1.0, a)
     q, X = one - p0, a * gamma[1]
     if MASSES[at + 1] < 1.0:
@@ -228,7 +231,7 @@ def _cells(
     excess = np.maximum(low - E, 0.0)
     L = np.maximum(1.0 - (excess / X) ** 2, 0.0)
     omega = np.sqrt(1.0 + X * X * L)
-    cap = np.where(q < 0.5 + 0.5 / omega, q + X * np.sqrt(L * q * (1.0 - q)), 0.5 + 0.5 * omega)
+    cap = _heaviest(at, q, eta, n, X * X * L)
     index = np.flatnonzero(blocks.members[:, 0] == at)
     nu, xi = (like(x[:, None, None], a) for x in blocks.members[index, 2:4].T)
     tilt = np.minimum(xi * gamma[0] ** 2, xi * gamma[1] ** 2)
@@ -240,6 +243,28 @@ def _cells(
     decisive = own.argmin(axis=0)
     table = np.array([least[live], *(np.broadcast_to(x, live.shape)[live] * (1.0 + 8.0 * EPS) for x in values)])
     return table, index[np.unique(decisive)]
+
+
+def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any) -> Any:
+    """The largest kappa of the cells of r, ``T = X^2 L`` on a cell of p."""
+    p = min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1]))
+    own = -xlogy(like(p, T), like(p, T)) - xlogy(1.0 - like(p, T), 1.0 - like(p, T))
+    worst: Any = 0.0 * T
+    for r0, r1 in itertools.pairwise(HEAVIEST.tolist()):
+        if r0 >= float(upper(q)):
+            break
+        middle = like(min(max(0.5, r0), r1), T)
+        gap = np.maximum(1.0 + np.log(like(r1, T)) + own + q * like(eta[1:], T), 0.0)
+        spread = T * middle * (1.0 - middle)
+        kappa = 0.5 * (np.sqrt(spread) + np.sqrt(4.0 * like(r1, T) ** 2 * gap + spread))
+        # Q with an atom of at least r0/q
+        share = r0 / float(upper(q))
+        most = math.inf
+        if share > 1.0 / (n - 1.0):
+            atom = like(share, T)
+            most = float(upper(-xlogy(atom, atom) - xlogy(1.0 - atom, 1.0 - atom) + (1.0 - atom) * np.log(like(n - 2.0, T))))
+        worst = np.where(most * (1.0 + 1e-12) >= eta[:-1], np.maximum(worst, kappa), worst)
+    return worst
 
 
 def _undominated(table: Array) -> Array:
