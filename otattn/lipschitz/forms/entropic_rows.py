@@ -56,11 +56,12 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.certificate import multiplier
 from otattn.lipschitz.forms.own_pairs import PairForms
 
-MASSES = np.array([0.0, 0.004, 0.015, 0.04, 0.08, 0.12, 0.17, 0.22, 0.28, 0.34, 0.4, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9, 1.0])
+_COARSE = [0.0, 0.004, 0.015, 0.04, 0.08, 0.12, 0.17, 0.22, 0.28, 0.34, 0.4, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9, 1.0]
+MASSES = np.interp(np.arange(35.0), np.arange(0.0, 35.0, 2.0), _COARSE)
 """Cells of p."""
-GAMMA = np.linspace(0.0, 1.0, 65)
+GAMMA = np.linspace(0.0, 1.0, 97)
 """Cells of gamma."""
-ENTROPIES = 18
+ENTROPIES = 30
 """Cells of eta."""
 LEADS = (0.0, 0.1, 0.2, 0.35, 0.55, 0.8)
 """Values of nu."""
@@ -70,9 +71,12 @@ HEAVIEST = np.linspace(0.0, 1.0, 21)
 """Cells of r."""
 INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
 """Values of beta."""
-LOWERED = (0.0, 0.5, 1.0)
+LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
 _FAR = 6.0
+"""Logarithms of c and of ``w_1/w_2`` are sought up to this size."""
+_SLACK = 2e-3
+"""Cells within this of another are merged with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +115,15 @@ class OwnBlocks:
     def found(cls, A: Array, V: Array, field: float) -> OwnBlocks:
         """For each cell of p, nu and xi a member with nearly the least W."""
         forms, rows = PairForms(A, V), []
-        for at, xi in itertools.product(range(MASSES.size - 1), TILTS):
-            start = np.zeros(2)
-            for nu in LEADS if at < MASSES.size - 2 else LEADS[:1]:
-                row, start = _least(forms, field, at, nu, xi, start)
-                rows.append(row)
+        for xi in TILTS:
+            starts = dict.fromkeys(LEADS, np.zeros(2))
+            for at in range(MASSES.size - 1):
+                near = np.zeros(2)
+                for nu in LEADS if at < MASSES.size - 2 else LEADS[:1]:
+                    # every second cell takes over what the one before has found
+                    row, near = _least(forms, field, at, nu, xi, starts[nu] if at % 2 else near, search=at % 2 == 0)
+                    starts[nu] = near
+                    rows.append(row)
         return cls.of(A, V, field, {"blocks": np.array(rows)})
 
     def take(self, index: Array) -> OwnBlocks:
@@ -139,7 +147,7 @@ def _form(forms: PairForms, field: float, at: int, c: float, nu: float, xi: floa
 
 
 def _least(
-    forms: PairForms, field: float, at: int, nu: float, xi: float, start: Array
+    forms: PairForms, field: float, at: int, nu: float, xi: float, start: Array, *, search: bool
 ) -> tuple[list[float], Array]:
     """The member with nearly the least W, and where the search for c and for the share of ``w_1`` ended."""
     d = len(forms.own) // 2
@@ -152,7 +160,8 @@ def _least(
         return max(0.0, float(np.linalg.eigvalsh(root[:, None] * F * root)[-1])), share
 
     options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 60}
-    end = np.clip(minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x, -_FAR, _FAR)
+    end = minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x if search else start
+    end = np.clip(end, -_FAR, _FAR)
     W, share = scaled(end)
     return [at, math.exp(end[0]), nu, xi, W * share, W * (1.0 - share)], end
 
@@ -177,9 +186,11 @@ class EntropicRows:
         gamma = tuple(like(x[:, None], a) for x in (edges[:-1], edges[1:]))
         found = [_cells(a, n, gamma, low[:, None], field, blocks, at) for at in range(MASSES.size - 1)]
         table = np.concatenate([x for x, _ in found], axis=1)
-        keep = np.concatenate([k[_undominated(table[:, k])] for k in (np.flatnonzero(table[0] == x) for x in eta[:-1])])
-        keep = keep[_undominated(table[:, keep])]
-        return cls(*table[:, keep], np.unique(np.concatenate([x for _, x in found])))
+        for group in (True, False):
+            parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
+            table = table[:, np.concatenate([k[_undominated(table[:, k])] for k in parts])]
+            table[1:] *= 1.0 + 1.01 * _SLACK
+        return cls(*table, np.unique(np.concatenate([x for _, x in found])))
 
     def row(self, e: Array, one: Any, two: Any, third: Any, rem: Any, others: int) -> Array:
         """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; ``one >= two``, the ``others`` below ``third``.
@@ -238,11 +249,16 @@ def _cells(
     braces = q * field + like(blocks.W[index][:, None, None], a) - tilt
     own = upper(p1 + a * braces + nu * (logit + high))
     live = lower(low - E) <= upper(X) * (1.0 + 1e-12)
-    least = np.broadcast_to(eta[:-1], live.shape)
     values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(np.sqrt(q) * omega)]
-    decisive = own.argmin(axis=0)
-    table = np.array([least[live], *(np.broadcast_to(x, live.shape)[live] * (1.0 + 8.0 * EPS) for x in values)])
-    return table, index[np.unique(decisive)]
+    each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
+    each = np.where(live, each, -np.inf)
+    # of the cells of gamma those that no other exceeds in all three; of equals the first
+    over = (each[:, None] >= each[:, :, None]).all(axis=0)
+    same = over & over.transpose(1, 0, 2)
+    before = np.tri(len(over), k=-1, dtype=bool)[:, :, None]
+    live &= ~((over & ~same) | (same & before)).any(axis=1)
+    least = np.broadcast_to(eta[:-1], live.shape)
+    return np.array([least[live], *each[:, live]]), index[np.unique(own.argmin(axis=0))]
 
 
 def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any) -> Any:
@@ -268,11 +284,13 @@ def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any) -> Any:
 
 
 def _undominated(table: Array) -> Array:
-    """Indices of columns ``(entropy, own, cap, root)`` of which none other has a lower entropy and larger values."""
+    """Columns ``(entropy, own, cap, root)`` such that each has one among them of no higher entropy and values no lower but for the slack."""
     signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
+    raised = signed.copy()
+    raised[1:] *= 1.0 + _SLACK
     order = np.argsort(-signed.sum(axis=0), kind="stable")
     kept: list[int] = []
     for k in order.tolist():
-        if not kept or not (signed[:, kept] >= signed[:, k : k + 1]).all(axis=0).any():
+        if not kept or not (raised[:, kept] >= signed[:, k : k + 1]).all(axis=0).any():
             kept.append(k)
     return np.array(sorted(kept), dtype=int)
