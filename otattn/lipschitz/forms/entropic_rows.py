@@ -197,16 +197,13 @@ class EntropicRows:
 
         The squares of the others sum to at most ``rem``. Where there is no second norm, ``two = 0`` counts no token.
         """
-        best = np.full(e.shape, np.inf)
         kinds, which = np.unique(self.entropy, return_inverse=True)
-        floor = np.maximum(upper(two), upper(third))
+        floor, rest = np.maximum(upper(two), upper(third)), np.full((self.own.size, e.shape[1]), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
-            S = upper(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds))
-            fixed = upper(one - z) * self.cap[:, None] + np.sqrt(S)[which] * self.root[:, None]
-            new = np.array([(x * self.own[:, None] + fixed).max(axis=0) for x in e])
-            best = np.minimum(best, new * (1.0 + 8.0 * EPS))
-        return best
+            S = np.sqrt(upper(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds)))
+            np.minimum(rest, upper(one - z) * self.cap[:, None] + S[which] * self.root[:, None], out=rest)
+        return np.array([(x * self.own[:, None] + rest).max(axis=0) for x in e]) * (1.0 + 8.0 * EPS)
 
 
 def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Any:

@@ -35,7 +35,7 @@ from otattn.lipschitz.forms.entropic_rows import EntropicRows
 MAX_CELLS = 400_000
 _PARTS = 6
 """Parts of ``[0, e_3]``."""
-_CHUNK = 1000
+_CHUNK = 128
 """Boxes at a time."""
 
 
