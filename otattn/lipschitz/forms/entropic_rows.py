@@ -54,6 +54,7 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, like, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.certificate import multiplier
+from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.own_pairs import PairForms
 
 _COARSE = [0.0, 0.004, 0.015, 0.04, 0.08, 0.12, 0.17, 0.22, 0.28, 0.34, 0.4, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9, 1.0]
@@ -63,10 +64,11 @@ GAMMA = np.linspace(0.0, 1.0, 97)
 """Cells of gamma."""
 ENTROPIES = 30
 """Cells of eta."""
-LEADS = (0.0, 0.1, 0.2, 0.35, 0.55, 0.8)
-"""Values of nu."""
-TILTS = (-0.4, 0.0, 0.2, 0.4, 0.7, 1.1)
-"""Values of xi."""
+PLANS = (
+    *((1.0, xi, (0.0, 0.1, 0.2, 0.35, 0.55, 0.8)) for xi in (-0.4, 0.0, 0.2, 0.4, 0.7, 1.1)),
+    *((share, xi, (0.0, 0.2, 0.5)) for share in (0.75, 0.5, 0.3) for xi in (0.15, 0.4, 0.8)),
+)
+"""Triples of ``theta/vartheta``, xi and values of nu."""
 HEAVIEST = np.linspace(0.0, 1.0, 21)
 """Cells of r."""
 INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
@@ -81,50 +83,51 @@ _SLACK = 2e-3
 
 @dataclass(frozen=True, eq=False)
 class OwnBlocks:
-    """Members ``(cell of p, c, nu, xi, w_1, w_2)`` and the W that they prove."""
+    """Members ``(cell of p, theta, c, nu, xi, w_1, w_2)`` and the W that they prove."""
 
     members: Array
     W: Array
 
     @classmethod
-    def of(cls, A: Any, V: Any, field: float, multipliers: Mapping[str, Array]) -> OwnBlocks:
+    def of(cls, A: Any, V: Any, multipliers: Mapping[str, Array]) -> OwnBlocks:
         """The W of each member."""
-        members = multiplier(multipliers, "blocks", (len(multipliers["blocks"]), 6))
+        members = multiplier(multipliers, "blocks", (len(multipliers["blocks"]), 7))
         cell = members[:, 0]
-        good = (cell == np.floor(cell)) & (cell >= 0.0) & (cell < MASSES.size - 1) & (members[:, 1] > 0.0)
-        good &= (members[:, [2, 4, 5]] >= 0.0).all(axis=1) & ((cell < MASSES.size - 2) | (members[:, 2] == 0.0))
+        good = (cell == np.floor(cell)) & (cell >= 0.0) & (cell < MASSES.size - 1) & (members[:, 2] > 0.0)
+        good &= (members[:, [1, 3, 5, 6]] >= 0.0).all(axis=1) & ((cell < MASSES.size - 2) | (members[:, 3] == 0.0))
         if not good.all() or set(cell.tolist()) != set(range(MASSES.size - 1)):
             raise ValueError(
-                "blocks must be rows (cell, c, nu, xi, w_1, w_2), c > 0, nu, w_1, w_2 >= 0, nu = 0 in the last cell, "
-                "with each cell of p."
+                "blocks must be rows (cell, theta, c, nu, xi, w_1, w_2), c > 0, theta, nu, w_1, w_2 >= 0, nu = 0 in the last "
+                "cell, with each cell of p."
             )
         forms, d = PairForms(A, V), len(A)
         out = []
-        for at, c, nu, xi, w1, w2 in members.tolist():
-            F = _form(forms, field, int(at), c, nu, xi) - np.diag(np.repeat([w1, w2], d))
+        for at, theta, c, nu, xi, w1, w2 in members.tolist():
+            F = _form(forms, int(at), theta, c, nu, xi) - np.diag(np.repeat([w1, w2], d))
             excess = top(lambda_max_upper(F))
             if isinstance(F, BallMatrix):
                 out.append(top(lift(w1) + w2 + 2.0 * np.maximum(lift(0.0), lift(excess))))
             else:
                 # entries are sums of d products of numbers of at most these sizes
-                size = 2.0 * c + 5.0 / c + 2.0 * abs(nu) + abs(xi) + 1.0 + w1 + w2
+                size = 2.0 * c + 5.0 / c + 2.0 * nu + abs(xi) + theta + w1 + w2
                 out.append((w1 + w2 + 2.0 * (max(0.0, excess) + 64.0 * d * EPS * size)) * (1.0 + 8.0 * EPS))
         return cls(members, np.array(out))
 
     @classmethod
     def found(cls, A: Array, V: Array, field: float) -> OwnBlocks:
-        """For each cell of p, nu and xi a member with nearly the least W."""
+        """For each cell of p and each plan members with nearly the least W."""
         forms, rows = PairForms(A, V), []
-        for xi in TILTS:
-            starts = dict.fromkeys(LEADS, np.zeros(2))
+        for share, xi, leads in PLANS:
+            starts = dict.fromkeys(leads, np.zeros(2))
             for at in range(MASSES.size - 1):
                 near = np.zeros(2)
-                for nu in LEADS if at < MASSES.size - 2 else LEADS[:1]:
+                for nu in leads if at < MASSES.size - 2 else leads[:1]:
                     # every second cell takes over what the one before has found
-                    row, near = _least(forms, field, at, nu, xi, starts[nu] if at % 2 else near, search=at % 2 == 0)
+                    start = starts[nu] if at % 2 else near
+                    row, near = _least(forms, at, share * field, nu, xi, start, search=at % 2 == 0)
                     starts[nu] = near
                     rows.append(row)
-        return cls.of(A, V, field, {"blocks": np.array(rows)})
+        return cls.of(A, V, {"blocks": np.array(rows)})
 
     def take(self, index: Array) -> OwnBlocks:
         """The members at ``index``."""
@@ -138,16 +141,16 @@ def _ends(at: int) -> tuple[float, float]:
     return float(1.0 - p0), float(p * (1.0 - p)) * (1.0 + 2.0 * EPS)
 
 
-def _form(forms: PairForms, field: float, at: int, c: float, nu: float, xi: float) -> Any:
+def _form(forms: PairForms, at: int, theta: float, c: float, nu: float, xi: float) -> Any:
     """F on a cell of p."""
     q, pi = _ends(at)
     d = len(forms.own) // 2
-    other = np.diag(np.repeat([0.0, q * field * (1.0 - 4.0 * EPS)], d))
+    other = np.diag(np.repeat([0.0, q * theta * (1.0 - 4.0 * EPS)], d))
     return pi * forms.form(1.0, 0.0, c, 0.0) - nu * forms.lead + xi * forms.own - other
 
 
 def _least(
-    forms: PairForms, field: float, at: int, nu: float, xi: float, start: Array, *, search: bool
+    forms: PairForms, at: int, theta: float, nu: float, xi: float, start: Array, *, search: bool
 ) -> tuple[list[float], Array]:
     """The member with nearly the least W, and where the search for c and for the share of ``w_1`` ended."""
     d = len(forms.own) // 2
@@ -156,14 +159,60 @@ def _least(
         z = np.clip(z, -_FAR, _FAR)
         share = 1.0 / (1.0 + math.exp(-z[1]))
         root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], d))
-        F = _form(forms, field, at, math.exp(z[0]), nu, xi)
+        F = _form(forms, at, theta, math.exp(z[0]), nu, xi)
         return max(0.0, float(np.linalg.eigvalsh(root[:, None] * F * root)[-1])), share
 
     options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 60}
     end = minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x if search else start
     end = np.clip(end, -_FAR, _FAR)
     W, share = scaled(end)
-    return [at, math.exp(end[0]), nu, xi, W * share, W * (1.0 - share)], end
+    return [at, theta, math.exp(end[0]), nu, xi, W * share, W * (1.0 - share)], end
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What is known of the rows on the cells of gamma between ``GAMMA``: columns ``(cells, 1)``, floats or intervals.
+
+    ``low`` bounds ``a <g, x_i>`` from below, ``field`` is vartheta, ``forms`` are the bounds of the frontier ``(forms, cells, 1)`` and
+    ``norms`` those of ``||M_s||``; ``varied`` bounds the variance of logits.
+    """
+
+    a: Any
+    n: int
+    low: Any
+    field: float
+    forms: Any
+    norms: Array
+    varied: float
+
+    @classmethod
+    def of(cls, a: Any, n: int, low: Any, field: float, frontier: Frontier) -> Sight:
+        """``low`` has one entry a cell."""
+        forms = like(frontier.at(GAMMA[:-1])[:, :, None], a)
+        return cls(a, n, low[:, None], field, forms, frontier.norms[2:], varentropy(n - 1))
+
+    @property
+    def gamma(self) -> tuple[Any, Any]:
+        """Ends of the cells."""
+        return like(GAMMA[:-1, None], self.a), like(GAMMA[1:, None], self.a)
+
+    def beyond(self, theta: Any) -> Any:
+        """omega of the proof for each theta ``(members, 1, 1)``, on the cells."""
+        c = self.along(like(self.varied, self.a))
+        root = np.sqrt(c)
+        beta, delta = (np.minimum(np.sqrt(x), 1.0) for x in self.forms[:2])
+        lines = [(beta * delta, (beta + delta) * root, c), (delta, root, 0.0 * c), (beta, root, 0.0 * c)]
+        lines += [(y, 2.0 * np.sqrt(y * c * mu), c * mu) for y, mu in zip(self.forms[2:], self.norms.tolist(), strict=True)]
+        best = np.maximum(self.field - theta, 0.0) + 0.0 * c
+        for slope, bend, level in lines:
+            free = np.maximum(np.maximum(theta - slope, 0.5 * bend), 1e-300)
+            omega = np.where(2.0 * (theta - slope) >= bend, level + bend**2 / (4.0 * free), slope - theta + bend + level)
+            best = np.minimum(best, omega)
+        return np.maximum(best, 0.0)
+
+    def along(self, varied: Any) -> Any:
+        """The variance along g of logits of this variance."""
+        return np.minimum(varied / (self.a * np.maximum(GAMMA[:-1, None], 1e-9)) ** 2, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,11 +229,10 @@ class EntropicRows:
     used: Array
 
     @classmethod
-    def of(cls, a: Any, n: int, edges: Array, low: Any, field: float, blocks: OwnBlocks) -> EntropicRows:
-        """``low`` bounds ``a <g, x_i>`` from below on the cells of gamma between ``edges``."""
-        eta = entropies(n)
-        gamma = tuple(like(x[:, None], a) for x in (edges[:-1], edges[1:]))
-        found = [_cells(a, n, gamma, low[:, None], field, blocks, at) for at in range(MASSES.size - 1)]
+    def of(cls, sight: Sight, blocks: OwnBlocks) -> EntropicRows:
+        """The cells of p, eta and gamma."""
+        eta = entropies(sight.n)
+        found = [_cells(sight, blocks, at) for at in range(MASSES.size - 1)]
         table = np.concatenate([x for x, _ in found], axis=1)
         for group in (True, False):
             parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
@@ -223,14 +271,21 @@ def entropies(n: int) -> Array:
     return np.append(np.linspace(0.0, math.log(n - 1.0), ENTROPIES + 1)[:-1], top(np.log(lift(n - 1.0))))
 
 
-def _cells(
-    a: Any, n: int, gamma: tuple[Any, ...], low: Any, field: float, blocks: OwnBlocks, at: int
-) -> tuple[Array, Array]:
-    """Rows ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide."""
+def varentropy(m: int) -> float:
+    """The largest variance of ``log Q`` over laws Q on m atoms, outward."""
+    s = np.linspace(-40.0, 40.0, 16_001)
+    near = np.minimum(np.abs(s[:-1]), np.abs(s[1:])) * (np.sign(s[:-1]) == np.sign(s[1:]))
+    far = np.maximum(np.abs(lift(s[:-1]) + np.log(lift(m - 1.0))), np.abs(lift(s[1:]) + np.log(lift(m - 1.0))))
+    half = np.exp(0.5 * lift(near)) + np.exp(-0.5 * lift(near))
+    return float(upper((far / half) ** 2).max())
+
+
+def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
+    """Columns ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide."""
+    a, n, low, (g0, g1), eta = sight.a, sight.n, sight.low, sight.gamma, entropies(sight.n)
     p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
-    eta = entropies(n)
     high, one = like(eta[1:], a), like(1.0, a)
-    q, X = one - p0, a * gamma[1]
+    q, X = one - p0, a * g1
     if MASSES[at + 1] < 1.0:
         logit = np.log(p1) - np.log(one - p1)
         E = (one - p1) * (logit + high) + (p1 - p0) * np.maximum(logit + high - one / p1, 0.0)
@@ -238,13 +293,13 @@ def _cells(
         logit, E = 0.0, q * (high - np.log(q))
     excess = np.maximum(low - E, 0.0)
     L = np.maximum(1.0 - (excess / X) ** 2, 0.0)
-    omega = np.sqrt(1.0 + X * X * L)
-    cap = _heaviest(at, q, eta, n, X * X * L)
+    T = X * X * _seen(sight, L, _own_varied(at, eta, a) + q * sight.varied)
+    omega = np.sqrt(1.0 + T)
+    cap = _heaviest(at, q, eta, n, T)
     index = np.flatnonzero(blocks.members[:, 0] == at)
-    nu, xi = (like(x[:, None, None], a) for x in blocks.members[index, 2:4].T)
-    tilt = np.minimum(xi * gamma[0] ** 2, xi * gamma[1] ** 2)
-    braces = q * field + like(blocks.W[index][:, None, None], a) - tilt
-    own = upper(p1 + a * braces + nu * (logit + high))
+    theta, nu, xi = (like(x[:, None, None], a) for x in blocks.members[index][:, [1, 3, 4]].T)
+    braces = q * (theta + sight.beyond(theta)) + like(blocks.W[index][:, None, None], a)
+    own = upper(p1 + a * (braces - np.minimum(xi * g0**2, xi * g1**2)) + nu * (logit + high))
     live = lower(low - E) <= upper(X) * (1.0 + 1e-12)
     values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(np.sqrt(q) * omega)]
     each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
@@ -256,6 +311,27 @@ def _cells(
     live &= ~((over & ~same) | (same & before)).any(axis=1)
     least = np.broadcast_to(eta[:-1], live.shape)
     return np.array([least[live], *each[:, live]]), index[np.unique(own.argmin(axis=0))]
+
+
+def _own_varied(at: int, eta: Array, a: Any) -> Any:
+    """A bound of ``p q (logit p + eta)^2`` on a cell of p, for each of eta."""
+    p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
+    low, high = like(eta[:-1], a), like(eta[1:], a)
+    if MASSES[at] == 0.0:
+        return p1 * np.maximum(np.log(p1) ** 2, high**2)
+    if MASSES[at + 1] == 1.0:
+        return like(1e6, a) + 0.0 * high  # no bound: along g it is at most 1
+    first, last = (np.log(p) - np.log(1.0 - p) for p in (p0, p1))
+    middle = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), a)
+    return middle * (1.0 - middle) * np.maximum(np.abs(first + low), np.abs(last + high)) ** 2
+
+
+def _seen(sight: Sight, L: Any, varied: Any) -> Any:
+    """A bound of ``w^T C_i w``."""
+    along = sight.along(varied)
+    beta = np.minimum(sight.forms[0], 1.0)
+    tied = (np.sqrt(beta * L) + np.sqrt(np.maximum(1.0 - beta, 0.0) * along)) ** 2
+    return np.where(beta * (L + along) <= L, np.minimum(tied, L), L)
 
 
 def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any) -> Any:
