@@ -1,172 +1,80 @@
-r"""One row for any A and V: what the row's own token takes of its mass, and what that says of the logits.
+r"""One row for any A and V: what its own token takes of the mass, and what that says of its logits.
 
 Unit ball, lengths of logits over ``a = ||A||``, values over ``||V||``: below ``||A|| <= 1``, ``||V|| <= 1``, ``g = A x_i``, ``gamma =
-|g|``, ``X = a gamma``. Row i has weights p on its own token, ``q = 1 - p`` on the others, these with law Q, entropy ``eta = H(Q)`` and
-mean y; ``d = x_i - y``, ``m = p x_i + q y``. The displacement has token norms ``e = |eps_i|`` and ``e_j``.
+|g|``, ``X = a gamma``. Row i has weights p on its own token and ``q = 1 - p`` on the others, these with law Q, entropy ``eta = H(Q)``,
+mean y and covariance C_Q; ``d = x_i - y``, ``m = p x_i + q y``. The displacement has token norms ``e = |eps_i|`` and ``e_j``.
 
 **Entropy.** ``log Z = a<g, x_i> - log p = a<g, m> + H(P)`` and ``H(P) = -p log p - q log q + q eta``, so
 
 .. math:: a\langle g, d\rangle = \operatorname{logit} p + \eta, \qquad a\langle g, m\rangle = a\langle g, x_i\rangle - E, \quad
           E = q(\operatorname{logit} p + \eta).
 
-With ``l <= a<g, x_i>`` (:mod:`otattn.lipschitz.constants.self_logit`), ``tr C_i <= 1 - |m|^2 <= L = 1 - ((l - E)_+ / X)^2``.
+With l at or below ``a<g, x_i>`` (:mod:`otattn.lipschitz.constants.self_logit`): ``tr C_i <= 1 - |m|^2 <= L = 1 - ((l - E)_+ /
+X)^2``. And ``a<g, x_k> = log P_ik + log Z``: along ``g/gamma``, C_Q has the variance ``c = nu_Q/X^2`` and C_i ``nu_P/X^2``, nu the
+variances of ``log Q`` and ``log P_i``, ``nu_P = q nu_Q + p q (logit p + eta)^2``.
 
-**Own block.** ``C_i = p q d d^T + q C_Q`` with ``tr C_Q <= 1 - |y|^2``, and ``x_i - m = q d``. The part of row i in ``eps_i`` is
-``V(p eps_i + a p q d (<g, eps_i> + <A^T d, eps_i>) + a q C_Q A eps_i)``, at most ``e O``,
+**Varentropy.** ``nu_Q`` is at most its maximum over laws on ``n - 1`` atoms. There the derivative in each positive atom t, ``log^2 t +
+2 (1 + H) log t``, is the same: t has at most two values. With total weights s and 1 - s on k and k' atoms ``nu = s (1 - s) (logit s +
+log(k'/k))^2``; its maximum over s grows with ``|log(k'/k)|``, at most ``log(n - 2)``.
 
-.. math:: O = p + a\bigl\{pq\,|Vd|\,|Ax_i + A^Td| + q\vartheta(1 - |y|^2)\bigr\},
+**Own block.** ``C_i = p q d d^T + q C_Q``, ``t = tr C_Q <= 1 - |y|^2``, ``x_i - m = q d``. The part of row i in ``eps_i``,
+``V(p eps_i + a p q d (<g, eps_i> + <A^T d, eps_i>) + a q C_Q A eps_i)``, is at most ``e O``,
 
-vartheta that of the field part. A *member* ``(c, nu >= 0, xi, w_1, w_2)`` bounds the braces: with pi at or above ``p q`` and q
+.. math:: O = p + a\bigl\{pq\,|Vd|\,|Ax_i + A^Td| + q f\bigr\}, \qquad f = \|V C_Q A\| .
 
-.. math:: W = w_1 + w_2 + 2\lambda_{\max}(F - \operatorname{diag}(w_1, w_2))_+, \quad F = \tfrac\pi2\bigl(c|Vd|^2
-          + |Ax_i + A^Td|^2/c\bigr) - q\vartheta|y|^2 - \nu\langle Ax_i, d\rangle + \xi|Ax_i|^2
+``f <= vartheta t`` (field part), and with the bounds ``beta^2, delta^2, y_s`` orthogonal to g of
+:mod:`otattn.lipschitz.forms.frontier`, ``mu = ||M_s||``: ``f <= (beta t^{1/2} + c^{1/2}) (delta t^{1/2} + c^{1/2})``, each factor
+also at most ``t^{1/2}``; and ``f <= tr(M_s C_Q) <= ((y_s t)^{1/2} + (mu c)^{1/2})^2``. For any theta hence ``f <= theta t + omega``,
+omega the maximum of a quadratic in ``t^{1/2}``, and the braces are at most ``q (theta + omega) + W + nu (logit p + eta)/a - xi
+gamma^2`` by the members of :mod:`otattn.lipschitz.forms.own_blocks`.
 
-as a form in ``(x_i, y)``, they are at most ``q vartheta + W + nu (logit p + eta)/a - xi gamma^2``.
+**Others.** For a unit u, ``w = V^T u``, ``v_j = x_j - m``, ``N_j = |w + a<w, v_j> g|``: ``sum_k P_ik N_k^2 = |w|^2 + X^2 w^T C_i w
+<= Omega = 1 + X^2 lam``, lam at most L and, as w has at most beta across g, ``(beta L^{1/2} + (1 - beta^2)^{1/2}
+(nu_P/X^2)^{1/2})^2`` where this increases up to beta. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j
+e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So ``r N
+<= r + X (lam r (1 - r))^{1/2}``, and as ``I + b v^T`` has the norm ``(|b||v| + (4 (1 + <b, v>) + |b|^2 |v|^2)^{1/2})/2``,
 
-**Others.** For a unit u, ``w = V^T u``, ``N_j = |w + a<w, x_j - m> g|``: ``sum_k P_ik N_k^2 = |w|^2 + X^2 w^T C_i w <= Omega = 1 + X^2
-L``. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j e_j^2)^{1/2}``. For one of them,
-``|<w, x_j - m>|^2 <= L (1 - P_ij)/P_ij`` gives ``P_ij N_j <= kappa``, the maximum of ``r + X (L r (1 - r))^{1/2}`` over ``r <= q``: so
-the largest norm may be lowered from ``e_1`` to z at the price ``(e_1 - z) kappa``.
+.. math:: r N \le \tfrac12\bigl(T^{1/2} + (4 r^2 (1 + \log r + H(P))_+ + T)^{1/2}\bigr), \qquad T = X^2 L r(1 - r) .
 
-**Gibbs.** ``beta sum Q_j e_j^2 + H(Q) <= log sum_{j != i} exp(beta e_j^2)`` for every ``beta > 0``: with ``e_j`` known, eta bounds the
-mean of the squares. Of norms below ``e_3`` whose squares sum to at most ``rem`` the exponentials less one sum to at most
-``(rem/e_3^2)(exp(beta e_3^2) - 1)`` (convexity).
+With kappa the largest of the smaller bounds over r, the largest norm ``e_1`` may be lowered to z at the price ``(e_1 - z) kappa``. An
+atom ``r/q`` leaves Q an entropy of at most ``h(r/q) + (1 - r/q) log(n - 2)``.
 
-**Cells.** On a cell of p, of eta and of gamma take E, L, Omega, kappa and O at their largest: ``R_i <= e O + (e_1 - z) kappa +
-(Omega q S)^{1/2}``, S the Gibbs bound of the mean square at the least eta. Cells in which ``l - E > X`` are empty. E is concave in p:
-its tangent at the upper end bounds it; on the last cell ``E <= q (log(1/q) + eta)``, increasing for ``q <= 1/e``. A row is bounded by
-the largest of the cells; it is convex in e.
+**Gibbs.** ``b sum Q_j e_j^2 + H(Q) <= log sum_{j != i} exp(b e_j^2)`` for every ``b > 0``: with the ``e_j`` known, eta bounds the mean
+of the squares. Of norms below ``e_3`` with squares of sum ``rem`` the exponentials less one sum to at most ``(rem/e_3^2)(exp(b e_3^2)
+- 1)`` (convexity).
+
+**Cells.** On a cell of p, eta and gamma take everything at its largest: ``R_i <= e O + (e_1 - z) kappa + (Omega q S)^{1/2}``, S the
+Gibbs bound at the least eta. Cells with ``l - E > X`` are empty. E is concave in p: its tangent at the upper end bounds it; on the
+last cell ``E <= q (log(1/q) + eta)``, increasing for ``q <= 1/e``. A row is bounded by the largest of the cells, which is convex in e.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
 
-from otattn._linalg import EPS, Array, lambda_max_upper
-from otattn.lipschitz.arithmetic.balls import BallMatrix
-from otattn.lipschitz.arithmetic.intervals import lift, like, lower, upper, xlogy
+from otattn._linalg import EPS, Array
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
-from otattn.lipschitz.certificate import multiplier
 from otattn.lipschitz.forms.frontier import Frontier
-from otattn.lipschitz.forms.own_pairs import PairForms
+from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
 
-_COARSE = [0.0, 0.004, 0.015, 0.04, 0.08, 0.12, 0.17, 0.22, 0.28, 0.34, 0.4, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9, 1.0]
-MASSES = np.interp(np.arange(35.0), np.arange(0.0, 35.0, 2.0), _COARSE)
-"""Cells of p."""
 GAMMA = np.linspace(0.0, 1.0, 97)
 """Cells of gamma."""
 ENTROPIES = 30
 """Cells of eta."""
-PLANS = (
-    *((1.0, xi, (0.0, 0.1, 0.2, 0.35, 0.55, 0.8)) for xi in (-0.4, 0.0, 0.2, 0.4, 0.7, 1.1)),
-    *((share, xi, (0.0, 0.2, 0.5)) for share in (0.75, 0.5, 0.3) for xi in (0.15, 0.4, 0.8)),
-)
-"""Triples of ``theta/vartheta``, xi and values of nu."""
 HEAVIEST = np.linspace(0.0, 1.0, 21)
 """Cells of r."""
 INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
 """Values of beta."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
-_FAR = 6.0
-"""Logarithms of c and of ``w_1/w_2`` are sought up to this size."""
 _SLACK = 2e-3
 """Cells within this of another are merged with it."""
-
-
-@dataclass(frozen=True, eq=False)
-class OwnBlocks:
-    """Members ``(cell of p, theta, c, nu, xi, w_1, w_2)`` and the W that they prove."""
-
-    members: Array
-    W: Array
-
-    @classmethod
-    def of(cls, A: Any, V: Any, multipliers: Mapping[str, Array]) -> OwnBlocks:
-        """The W of each member."""
-        members = multiplier(multipliers, "blocks", (len(multipliers["blocks"]), 7))
-        cell = members[:, 0]
-        good = (cell == np.floor(cell)) & (cell >= 0.0) & (cell < MASSES.size - 1) & (members[:, 2] > 0.0)
-        good &= (members[:, [1, 3, 5, 6]] >= 0.0).all(axis=1) & ((cell < MASSES.size - 2) | (members[:, 3] == 0.0))
-        if not good.all() or set(cell.tolist()) != set(range(MASSES.size - 1)):
-            raise ValueError(
-                "blocks must be rows (cell, theta, c, nu, xi, w_1, w_2), c > 0, theta, nu, w_1, w_2 >= 0, nu = 0 in the last "
-                "cell, with each cell of p."
-            )
-        forms, d = PairForms(A, V), len(A)
-        out = []
-        for at, theta, c, nu, xi, w1, w2 in members.tolist():
-            F = _form(forms, int(at), theta, c, nu, xi) - np.diag(np.repeat([w1, w2], d))
-            excess = top(lambda_max_upper(F))
-            if isinstance(F, BallMatrix):
-                out.append(top(lift(w1) + w2 + 2.0 * np.maximum(lift(0.0), lift(excess))))
-            else:
-                # entries are sums of d products of numbers of at most these sizes
-                size = 2.0 * c + 5.0 / c + 2.0 * nu + abs(xi) + theta + w1 + w2
-                out.append((w1 + w2 + 2.0 * (max(0.0, excess) + 64.0 * d * EPS * size)) * (1.0 + 8.0 * EPS))
-        return cls(members, np.array(out))
-
-    @classmethod
-    def found(cls, A: Array, V: Array, field: float) -> OwnBlocks:
-        """For each cell of p and each plan members with nearly the least W."""
-        forms, rows = PairForms(A, V), []
-        for share, xi, leads in PLANS:
-            starts = dict.fromkeys(leads, np.zeros(2))
-            for at in range(MASSES.size - 1):
-                near = np.zeros(2)
-                for nu in leads if at < MASSES.size - 2 else leads[:1]:
-                    # every second cell takes over what the one before has found
-                    start = starts[nu] if at % 2 else near
-                    row, near = _least(forms, at, share * field, nu, xi, start, search=at % 2 == 0)
-                    starts[nu] = near
-                    rows.append(row)
-        return cls.of(A, V, {"blocks": np.array(rows)})
-
-    def take(self, index: Array) -> OwnBlocks:
-        """The members at ``index``."""
-        return OwnBlocks(self.members[index], self.W[index])
-
-
-def _ends(at: int) -> tuple[float, float]:
-    """``q`` and ``p q`` at their largest on a cell of p."""
-    p0, p1 = MASSES[at], MASSES[at + 1]
-    p = min(max(p0, 0.5), p1)
-    return float(1.0 - p0), float(p * (1.0 - p)) * (1.0 + 2.0 * EPS)
-
-
-def _form(forms: PairForms, at: int, theta: float, c: float, nu: float, xi: float) -> Any:
-    """F on a cell of p."""
-    q, pi = _ends(at)
-    d = len(forms.own) // 2
-    other = np.diag(np.repeat([0.0, q * theta * (1.0 - 4.0 * EPS)], d))
-    return pi * forms.form(1.0, 0.0, c, 0.0) - nu * forms.lead + xi * forms.own - other
-
-
-def _least(
-    forms: PairForms, at: int, theta: float, nu: float, xi: float, start: Array, *, search: bool
-) -> tuple[list[float], Array]:
-    """The member with nearly the least W, and where the search for c and for the share of ``w_1`` ended."""
-    d = len(forms.own) // 2
-
-    def scaled(z: Array) -> tuple[float, float]:
-        z = np.clip(z, -_FAR, _FAR)
-        share = 1.0 / (1.0 + math.exp(-z[1]))
-        root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], d))
-        F = _form(forms, at, theta, math.exp(z[0]), nu, xi)
-        return max(0.0, float(np.linalg.eigvalsh(root[:, None] * F * root)[-1])), share
-
-    options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 60}
-    end = minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x if search else start
-    end = np.clip(end, -_FAR, _FAR)
-    W, share = scaled(end)
-    return [at, theta, math.exp(end[0]), nu, xi, W * share, W * (1.0 - share)], end
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +110,15 @@ class Sight:
         root = np.sqrt(c)
         beta, delta = (np.minimum(np.sqrt(x), 1.0) for x in self.forms[:2])
         lines = [(beta * delta, (beta + delta) * root, c), (delta, root, 0.0 * c), (beta, root, 0.0 * c)]
-        lines += [(y, 2.0 * np.sqrt(y * c * mu), c * mu) for y, mu in zip(self.forms[2:], self.norms.tolist(), strict=True)]
+        lines += [
+            (y, 2.0 * np.sqrt(y * c * mu), c * mu) for y, mu in zip(self.forms[2:], self.norms.tolist(), strict=True)
+        ]
         best = np.maximum(self.field - theta, 0.0) + 0.0 * c
         for slope, bend, level in lines:
             free = np.maximum(np.maximum(theta - slope, 0.5 * bend), 1e-300)
-            omega = np.where(2.0 * (theta - slope) >= bend, level + bend**2 / (4.0 * free), slope - theta + bend + level)
+            omega = np.where(
+                2.0 * (theta - slope) >= bend, level + bend**2 / (4.0 * free), slope - theta + bend + level
+            )
             best = np.minimum(best, omega)
         return np.maximum(best, 0.0)
 
@@ -243,10 +155,11 @@ class EntropicRows:
     def row(self, e: Array, one: Any, two: Any, third: Any, rem: Any, others: int) -> Array:
         """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; ``one >= two``, the ``others`` below ``third``.
 
-        The squares of the others sum to at most ``rem``. Where there is no second norm, ``two = 0`` counts no token.
+        The squares of the others sum to at most ``rem``. ``two`` None: there is no second norm.
         """
         kinds, which = np.unique(self.entropy, return_inverse=True)
-        floor, rest = np.maximum(upper(two), upper(third)), np.full((self.own.size, e.shape[1]), np.inf)
+        floor = upper(third) if two is None else np.maximum(upper(two), upper(third))
+        rest = np.full((self.own.size, e.shape[1]), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
             S = np.sqrt(upper(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds)))
@@ -256,14 +169,14 @@ class EntropicRows:
 
 def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Any:
     """Bounds ``(kinds, boxes)`` of the mean square at these least entropies."""
-    second, low = two**2, third**2
+    low = np.maximum(third**2, 1e-9)
     best: Any = first + 0.0 * kinds[:, None]
     for beta in INVERSE_TEMPERATURES.tolist():
         rise = np.exp(beta * low) - 1.0
-        share = np.minimum(rem / np.maximum(low, 1e-9), float(others))
-        total = np.exp(beta * first) + np.where(upper(two) > 0.0, np.exp(beta * second), 0.0) + others + share * rise
+        share = np.minimum(rem / low, float(others))
+        total = np.exp(beta * first) + (0.0 if two is None else np.exp(beta * two**2)) + others + share * rise
         best = np.minimum(best, (np.log(total) - like(kinds[:, None], first)) / beta)
-    return np.maximum(best, 0.0)
+    return np.maximum(best, 0.0) + (0.0 if is_interval(first) else 1e-15)
 
 
 def entropies(n: int) -> Array:
@@ -282,7 +195,7 @@ def varentropy(m: int) -> float:
 
 def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
     """Columns ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide."""
-    a, n, low, (g0, g1), eta = sight.a, sight.n, sight.low, sight.gamma, entropies(sight.n)
+    a, low, (g0, g1), eta = sight.a, sight.low, sight.gamma, entropies(sight.n)
     p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
     high, one = like(eta[1:], a), like(1.0, a)
     q, X = one - p0, a * g1
@@ -292,10 +205,10 @@ def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
     else:
         logit, E = 0.0, q * (high - np.log(q))
     excess = np.maximum(low - E, 0.0)
-    L = np.maximum(1.0 - (excess / X) ** 2, 0.0)
-    T = X * X * _seen(sight, L, _own_varied(at, eta, a) + q * sight.varied)
-    omega = np.sqrt(1.0 + T)
-    cap = _heaviest(at, q, eta, n, T)
+    L = np.maximum(1.0 - (excess / X) ** 2, 0.0) + (0.0 if is_interval(a) else 64.0 * EPS)
+    tied = X * X * _seen(sight, L, _own_varied(at, eta, a) + q * sight.varied)
+    omega = np.sqrt(1.0 + tied)
+    cap = _heaviest(at, q, eta, sight.n, X * X * L, tied)
     index = np.flatnonzero(blocks.members[:, 0] == at)
     theta, nu, xi = (like(x[:, None, None], a) for x in blocks.members[index][:, [1, 3, 4]].T)
     braces = q * (theta + sight.beyond(theta)) + like(blocks.W[index][:, None, None], a)
@@ -334,30 +247,31 @@ def _seen(sight: Sight, L: Any, varied: Any) -> Any:
     return np.where(beta * (L + along) <= L, np.minimum(tied, L), L)
 
 
-def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any) -> Any:
-    """The largest kappa of the cells of r, ``T = X^2 L`` on a cell of p."""
-    p = min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1]))
-    own = -xlogy(like(p, T), like(p, T)) - xlogy(1.0 - like(p, T), 1.0 - like(p, T))
+def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:
+    """kappa, the largest over the cells of r; ``T = X^2 L``, ``tied = X^2 lam``, on a cell of p."""
+    p = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), T)
+    own = -xlogy(p, p) - xlogy(1.0 - p, 1.0 - p)
     worst: Any = 0.0 * T
     for r0, r1 in itertools.pairwise(HEAVIEST.tolist()):
         if r0 >= float(upper(q)):
             break
-        middle = like(min(max(0.5, r0), r1), T)
-        gap = np.maximum(1.0 + np.log(like(r1, T)) + own + q * like(eta[1:], T), 0.0)
+        middle, r = like(min(max(0.5, r0), r1), T), like(r1, T)
+        gap = np.maximum(1.0 + np.log(r) + own + q * like(eta[1:], T), 0.0)
         spread = T * middle * (1.0 - middle)
-        kappa = 0.5 * (np.sqrt(spread) + np.sqrt(4.0 * like(r1, T) ** 2 * gap + spread))
-        # Q with an atom of at least r0/q
-        share = r0 / float(upper(q))
-        most = math.inf
+        kappa = 0.5 * (np.sqrt(spread) + np.sqrt(4.0 * r * r * gap + spread))
+        kappa = np.minimum(kappa, r + np.sqrt(tied * middle * (1.0 - middle)))
+        # Q has an atom of at least r0/q
+        share, most = r0 / float(upper(q)), math.inf
         if share > 1.0 / (n - 1.0):
-            atom = like(share, T)
-            most = float(upper(-xlogy(atom, atom) - xlogy(1.0 - atom, 1.0 - atom) + (1.0 - atom) * np.log(like(n - 2.0, T))))
-        worst = np.where(most * (1.0 + 1e-12) >= eta[:-1], np.maximum(worst, kappa), worst)
+            atom = like(share * (1.0 - 4.0 * EPS), T)
+            rest = -xlogy(atom, atom) - xlogy(1.0 - atom, 1.0 - atom) + (1.0 - atom) * np.log(like(n - 2.0, T))
+            most = float(upper(rest)) + 1e-12
+        worst = np.where(most >= eta[:-1], np.maximum(worst, kappa), worst)
     return worst
 
 
 def _undominated(table: Array) -> Array:
-    """Columns ``(entropy, own, cap, root)`` such that each has one among them of no higher entropy and values no lower but for the slack."""
+    """Columns ``(entropy, own, cap, root)``: each has one among them of no higher entropy and values no lower but for the slack."""
     signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
     raised = signed.copy()
     raised[1:] *= 1.0 + _SLACK

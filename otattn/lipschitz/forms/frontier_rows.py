@@ -1,23 +1,15 @@
-r"""The discrete constant for any A and V: whole rows on two tokens, and what A and V leave orthogonal to the gradient.
+r"""The discrete constant for any A and V: whole rows, and what A and V leave orthogonal to the gradient.
 
-Unit ball, no bias, no mask, ``n >= 3`` tokens, ``a = ||A|| R^2``, ``v = ||V||``. A displacement eps has norms ``e_i = |eps_i|``,
-``sum e_i^2 = 1``, sorted ``e_1 >= e_2 >= e_3 >= ...``; ``R_i`` is the norm of row i of ``D f eps``. By
-:mod:`otattn.lipschitz.forms.vertex_rows` ``R_i <= v G(e_i, s_i)``, ``s_i^2`` the two largest squares of the other norms, with G
-increasing in both and homogeneous of degree 1. In the worst case of the general bound
+Unit ball, no bias, no mask, ``n >= 3`` tokens, ``a = ||A|| R^2``, ``v = ||V||``. In the worst case of the general bound
 (:mod:`otattn.lipschitz.upper.rows_and_columns`) the rows of the two tokens that move most see each other and stretch their own
-displacement too: here a row that does both pays for it, and V counts with what it does orthogonally to the gradient.
+displacement too. Two bounds of a row know better:
 
-**Total.** ``s_1^2 = e_2^2 + e_3^2``, ``s_2^2 = e_1^2 + e_3^2``, and ``s_i^2 = e_1^2 + e_2^2 =: r^2`` for the others, whose norms are
-at most ``e_3`` and whose squares sum to ``1 - r^2``. For every ``mu >= 0``
+- :mod:`otattn.lipschitz.forms.vertex_rows`: a row is one of two tokens, and pays for what it sees off its largest logit. It is the
+  better one for large a.
+- :mod:`otattn.lipschitz.forms.entropic_rows`: a row's own token takes a part of its mass, which ties the heights of all others to
+  their masses. It is the better one for small a.
 
-.. math:: \frac{\|Df\,\epsilon\|^2}{v^2} \le G(e_1, s_1)^2 + G(e_2, s_2)^2
-          + (n-2)\max_{0\le e\le e_3} \{G(e, r)^2 - \mu e^2\} + \mu (1 - r^2) .
-
-**Evaluation.** G is a table over cells of directions ``e/s``: ``G(e, s) <= max(e/e_c, s/s_c) G_c`` with ``(e_c, s_c)`` the corner
-of any cell, in the cell of ``(e, s)`` little more than G. With s fixed, e on a cell runs from ``s tan(theta_0)`` to ``s
-tan(theta_1)``: the braces are at most ``r^2`` times the largest ``G_c^2 max(tan(theta_1)/e_c, 1/s_c)^2 - mu tan^2(theta_0)`` of
-the cells up to that of ``e_3/r``. The maximum over ``e_1 = r cos(theta)``, ``e_2 = r sin(theta)``, ``e_3`` is a branch and bound:
-every term is monotone.
+Both let V count with what it does orthogonally to the gradient. :mod:`otattn.lipschitz.forms.frontier_total` sums the smaller ones.
 
 When A is known to within delta (rounding), the constant moves by at most ``v delta ((4 + 7a) sqrt(n) + 2a + 1)``, as for the other
 forms (:mod:`otattn.lipschitz.upper.psd`; its argument holds for every A), and by less when V is, relative to v.
@@ -44,10 +36,11 @@ from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
 from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap
-from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, OwnBlocks, Sight
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_search import LEVELS, finer, refined
 from otattn.lipschitz.forms.frontier_total import MAX_CELLS, Total
+from otattn.lipschitz.forms.own_blocks import OwnBlocks
 from otattn.lipschitz.forms.own_pairs import OwnPairs
 from otattn.lipschitz.forms.vertex_rows import Cells, VertexRows
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, order_two, softmax, tokens
@@ -174,13 +167,13 @@ def _bound(log_square: float, whole: Whole) -> Any:
 
 @theorem(
     "frontier_rows",
-    statement="whole rows on two tokens, and what A and V leave orthogonal to the gradient: a program over three norms",
+    statement="whole rows: two tokens, the own token's mass, what A and V leave across the gradient: a program over three norms",
     hypotheses="softmax without a mask and without a bias; a centred ball; n >= 3 tokens; p = 2",
     applies=_STATED,
     closed=False,
 )
 def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound for n tokens and any A and V: rows of two tokens, and the frontier of ``|A x|``, ``|A^T d|`` and ``|V d|``.
+    """Upper bound for n tokens and any A and V: rows of two tokens, their own mass, the frontier of ``|A x|, |A^T d|, |V d|``.
 
     It is the sharper the fewer tokens there are, the larger ``||A|| R^2`` is, and the less A and V resemble multiples of
     orthogonal matrices. Its matrices are twice as large as those of the head: for small dimensions.
@@ -193,10 +186,10 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
     Returns
     -------
     Certificate
-        Multipliers: those of the self-logit (``nu``, ``gap``), of the frontier (``heights``, ``shares``) and of the own pairs
-        (``pairs``); cells of ``|g|`` (``edges``), of directions (``angles``) and the ``levels`` of lambda; for each direction and
-        cell the ``choice`` of a bound, its radius (``radii``) and its ``level``; and the ``mu`` of the total. A plain
-        :class:`Bound` when A or V is zero.
+        Multipliers: those of the self-logit (``nu``, ``gap``), of the frontier (``heights``, ``shares``), of the own pairs
+        (``pairs``) and of the own blocks (``blocks``); cells of ``|g|`` (``edges``), of directions (``angles``) and the ``levels`` of
+        lambda; for each direction and cell the ``choice`` of a bound, its radius (``radii``) and its ``level``; and the ``mu`` of the
+        total. A plain :class:`Bound` when A or V is zero.
 
     Examples
     --------

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn._linalg import EPS, Array
+from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise
 from otattn.lipschitz.forms.entropic_rows import EntropicRows
@@ -95,7 +95,7 @@ class Total:
         for own, other in ((e1, e2), (e2, e1)):
             s = np.sqrt(other**2 + e3**2)
             cell = self.cell(upper(own), upper(s))
-            H = self.entropic.row(upper(own)[None], other, 0.0 * other, e3, rem, self.n - 2)[0]
+            H = self.entropic.row(upper(own)[None], other, None, e3, rem, self.n - 2)[0]
             value = value + np.minimum(self.row(own, s, cell), wrap(H) ** 2)
         with np.errstate(divide="ignore"):
             found = upper(np.log(value))
@@ -121,7 +121,9 @@ class Total:
             return np.minimum(chord, wrap(G) * r**2).max(axis=0)
 
         k = self.n - 2
-        plain = [k * upper(braces(mu, G[:, :, j], np.asarray)) + mu * upper(rem) for j, mu in enumerate(self.mu.tolist())]
+        plain = [
+            k * upper(braces(mu, G[:, :, j], np.asarray)) + mu * upper(rem) for j, mu in enumerate(self.mu.tolist())
+        ]
         best = np.array(plain).argmin(axis=0)
         mu = wrap(self.mu[best])
         return k * braces(mu, np.take_along_axis(G, best[None, :, None], axis=2)[:, :, 0], wrap) + mu * rem
