@@ -31,8 +31,8 @@ gamma^2`` by the members of :mod:`otattn.lipschitz.forms.own_blocks`.
 **Others.** For a unit u, ``w = V^T u``, ``v_j = x_j - m``, ``N_j = |w + a<w, v_j> g|``: ``sum_k P_ik N_k^2 = |w|^2 + X^2 w^T C_i w
 <= Omega = 1 + X^2 lam``, lam at most L and, as w has at most beta across g, ``(beta L^{1/2} + (1 - beta^2)^{1/2}
 (nu_P/X^2)^{1/2})^2`` where this increases up to beta. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j
-e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So ``r N
-<= r + X (lam r (1 - r))^{1/2}``, and as ``I + b v^T`` has the norm ``(|b||v| + (4 (1 + <b, v>) + |b|^2 |v|^2)^{1/2})/2``,
+e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So
+``r N <= r + X (lam r (1 - r))^{1/2}``, and as ``I + b v^T`` has the norm ``(|b||v| + (4 (1 + <b, v>) + |b|^2 |v|^2)^{1/2})/2``,
 
 .. math:: r N \le \tfrac12\bigl(T^{1/2} + (4 r^2 (1 + \log r + H(P))_+ + T)^{1/2}\bigr), \qquad T = X^2 L r(1 - r) .
 
@@ -150,7 +150,8 @@ class EntropicRows:
             parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
             table = table[:, np.concatenate([k[_undominated(table[:, k])] for k in parts])]
             table[1:] *= 1.0 + 1.01 * _SLACK
-        return cls(*table, np.unique(np.concatenate([x for _, x in found])))
+        entropy, own, cap, root = table
+        return cls(entropy, own, cap, root, np.unique(np.concatenate([x for _, x in found])))
 
     def row(self, e: Array, one: Any, two: Any, third: Any, rem: Any, others: int) -> Array:
         """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; ``one >= two``, the ``others`` below ``third``.
@@ -218,10 +219,10 @@ def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
     each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
     each = np.where(live, each, -np.inf)
     # of the cells of gamma those that no other exceeds in all three; of equals the first
-    over = (each[:, None] >= each[:, :, None]).all(axis=0)
+    over: Any = np.all(each[:, None] >= each[:, :, None], axis=0)
     same = over & over.transpose(1, 0, 2)
-    before = np.tri(len(over), k=-1, dtype=bool)[:, :, None]
-    live &= ~((over & ~same) | (same & before)).any(axis=1)
+    before = np.tri(len(over), k=-1)[:, :, None] > 0.0
+    live &= ~np.any((over & ~same) | (same & before), axis=1)
     least = np.broadcast_to(eta[:-1], live.shape)
     return np.array([least[live], *each[:, live]]), index[np.unique(own.argmin(axis=0))]
 

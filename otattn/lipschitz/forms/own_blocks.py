@@ -1,7 +1,7 @@
 r"""What a row makes of its own token and of the mean of the others: quadratic forms in the two.
 
-Unit ball, ``||A|| <= 1``, ``||V|| <= 1``. For x, y of the ball, ``d = x - y``, and on a cell of a weight p, ``q = 1 - p``, let pi and q
-bound ``p q`` and q from above. A *member* ``(theta, c, nu, xi, w_1, w_2)``, ``c > 0``, the others but xi non-negative, has
+Unit ball, ``||A|| <= 1``, ``||V|| <= 1``. For x, y of the ball, ``d = x - y``, and on a cell of a weight p, ``q = 1 - p``, let pi and
+q bound ``p q`` and q from above. A *member* ``(theta, c, nu, xi, w_1, w_2)``, ``c > 0``, the others but xi non-negative, has
 
 .. math:: W = w_1 + w_2 + 2\lambda_{\max}(F - \operatorname{diag}(w_1, w_2))_+, \quad F = \tfrac\pi2\bigl(c|Vd|^2
           + |Ax + A^Td|^2/c\bigr) - q\theta|y|^2 - \nu\langle Ax, d\rangle + \xi|Ax|^2
