@@ -101,7 +101,10 @@ class Total:
             found = upper(np.log(value))
         # e_3 <= e_2, and it is the largest of n - 2 norms whose squares sum to 1 - r^2
         most, least, k = 1.0 - lo[0] ** 2, 1.0 - hi[0] ** 2, self.n - 2
-        empty = (lo[2] ** 2 > most + 1e-12) | (least > k * hi[2] ** 2 + 1e-12) | (lo[2] > hi[0] * np.sin(hi[1]) + 1e-12)
+        second = hi[0] * np.sin(hi[1])
+        empty = least > k * np.minimum(hi[2], second) ** 2 + 1e-12
+        if k > 1:
+            empty |= (lo[2] ** 2 > most + 1e-12) | (lo[2] > second + 1e-12)
         return np.where(empty, -np.inf, found)
 
     def _rest(self, e1: Any, e2: Any, e3: Any, r: Any, rem: Any) -> Any:
@@ -133,6 +136,8 @@ class Total:
         least = math.sqrt(2.0 / self.n) * (1.0 - 1e-12)
         third = np.linspace(0.0, math.sqrt(0.5), 9)
         third[-1] = 0.7072  # e_3 <= e_2 and e_2^2 + e_3^2 <= 1
+        if self.n == 3:
+            third = third[[-1, -1]]  # the first two norms tell the third
         return boxes(np.linspace(least, 1.0, 9), np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9), third)
 
     def maximum(self, tol: float) -> Maximum:
