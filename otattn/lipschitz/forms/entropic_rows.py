@@ -163,21 +163,21 @@ class EntropicRows:
         rest = np.full((self.own.size, e.shape[1]), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
-            S = np.sqrt(upper(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds)))
+            S = np.sqrt(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds))
             np.minimum(rest, upper(one - z) * self.cap[:, None] + S[which] * self.root[:, None], out=rest)
         return np.array([(x * self.own[:, None] + rest).max(axis=0) for x in e]) * (1.0 + 8.0 * EPS)
 
 
-def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Any:
-    """Bounds ``(kinds, boxes)`` of the mean square at these least entropies."""
-    low = np.maximum(third**2, 1e-9)
-    best: Any = first + 0.0 * kinds[:, None]
-    for beta in INVERSE_TEMPERATURES.tolist():
-        rise = np.exp(beta * low) - 1.0
-        share = np.minimum(rem / low, float(others))
-        total = np.exp(beta * first) + (0.0 if two is None else np.exp(beta * two**2)) + others + share * rise
-        best = np.minimum(best, (np.log(total) - like(kinds[:, None], first)) / beta)
-    return np.maximum(best, 0.0) + (0.0 if is_interval(first) else 1e-15)
+def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Array:
+    """Bounds ``(kinds, boxes)`` of the mean square at these least entropies, outward."""
+    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(third**2, 1e-9)
+    total = np.exp(b * first) + others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
+    if two is not None:
+        total = total + np.exp(b * two**2)
+    logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
+    best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
+    # a difference and a quotient of floats: two roundings
+    return np.asarray(np.maximum(best, 0.0) * (1.0 + 4.0 * EPS))
 
 
 def entropies(n: int) -> Array:
