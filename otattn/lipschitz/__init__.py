@@ -37,7 +37,7 @@ rows and columns      a joint program over the two tokens that move most     :mo
 mean-field            sharper column sums by entropy                         :mod:`~otattn.lipschitz.upper.mean_field`
 PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.upper.psd`
 PSD, any measure      covariances of columns, variances of rows              :mod:`~otattn.lipschitz.forms.psd_mean_field`
-whole rows            K and D of a row on two tokens; V across the gradient  :mod:`~otattn.lipschitz.forms.frontier_rows`
+whole rows            K and D of a row together; what its own token takes    :mod:`~otattn.lipschitz.forms.frontier_rows`
 A = -alpha I          anchors that others use have dead rows                 :mod:`~otattn.lipschitz.forms.negative_identity`
 two tokens            along and across their difference; quadratic forms     :mod:`~otattn.lipschitz.forms.two_tokens`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`
