@@ -38,7 +38,7 @@ mean-field            sharper column sums by entropy                         :mo
 PSD forms             small a, a row still sees its own token                :mod:`~otattn.lipschitz.upper.psd`
 PSD, any measure      covariances of columns, variances of rows              :mod:`~otattn.lipschitz.forms.psd_mean_field`
 logit gaps            a column pays by its gap to the row's largest logit    :mod:`~otattn.lipschitz.forms.logit_gap`
-whole rows            K and D of a row on two tokens; V across the gradient  :mod:`~otattn.lipschitz.forms.frontier_rows`
+whole rows            K and D of a row together; what its own token takes    :mod:`~otattn.lipschitz.forms.frontier_rows`
 A = -alpha I          anchors that others use have dead rows                 :mod:`~otattn.lipschitz.forms.negative_identity`
 two tokens            along and across their difference; quadratic forms     :mod:`~otattn.lipschitz.forms.two_tokens`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`

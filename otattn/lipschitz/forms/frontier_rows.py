@@ -1,23 +1,15 @@
-r"""The discrete constant for any A and V: whole rows on two tokens, and what A and V leave orthogonal to the gradient.
+r"""The discrete constant for any A and V: whole rows, and what A and V leave orthogonal to the gradient.
 
-Unit ball, no bias, no mask, ``n >= 3`` tokens, ``a = ||A|| R^2``, ``v = ||V||``. A displacement eps has norms ``e_i = |eps_i|``,
-``sum e_i^2 = 1``, sorted ``e_1 >= e_2 >= e_3 >= ...``; ``R_i`` is the norm of row i of ``D f eps``. By
-:mod:`otattn.lipschitz.forms.vertex_rows` ``R_i <= v G(e_i, s_i)``, ``s_i^2`` the two largest squares of the other norms, with G
-increasing in both and homogeneous of degree 1. In the worst case of the general bound
+Unit ball, no bias, no mask, ``n >= 3`` tokens, ``a = ||A|| R^2``, ``v = ||V||``. In the worst case of the general bound
 (:mod:`otattn.lipschitz.upper.rows_and_columns`) the rows of the two tokens that move most see each other and stretch their own
-displacement too: here a row that does both pays for it, and V counts with what it does orthogonally to the gradient.
+displacement too. Two bounds of a row know better:
 
-**Total.** ``s_1^2 = e_2^2 + e_3^2``, ``s_2^2 = e_1^2 + e_3^2``, and ``s_i^2 = e_1^2 + e_2^2 =: r^2`` for the others, whose norms are
-at most ``e_3`` and whose squares sum to ``1 - r^2``. For every ``mu >= 0``
+- :mod:`otattn.lipschitz.forms.vertex_rows`: a row is one of two tokens, and pays for what it sees off its largest logit. It is the
+  better one for large a.
+- :mod:`otattn.lipschitz.forms.entropic_rows`: a row's own token takes a part of its mass, which ties the heights of all others to
+  their masses. It is the better one for small a.
 
-.. math:: \frac{\|Df\,\epsilon\|^2}{v^2} \le G(e_1, s_1)^2 + G(e_2, s_2)^2
-          + (n-2)\max_{0\le e\le e_3} \{G(e, r)^2 - \mu e^2\} + \mu (1 - r^2) .
-
-**Evaluation.** G is a table over cells of directions ``e/s``: ``G(e, s) <= max(e/e_c, s/s_c) G_c`` with ``(e_c, s_c)`` the corner
-of any cell, in the cell of ``(e, s)`` little more than G. With s fixed, e on a cell runs from ``s tan(theta_0)`` to ``s
-tan(theta_1)``: the braces are at most ``r^2`` times the largest ``G_c^2 max(tan(theta_1)/e_c, 1/s_c)^2 - mu tan^2(theta_0)`` of
-the cells up to that of ``e_3/r``. The maximum over ``e_1 = r cos(theta)``, ``e_2 = r sin(theta)``, ``e_3`` is a branch and bound:
-every term is monotone.
+Both let V count with what it does orthogonally to the gradient. :mod:`otattn.lipschitz.forms.frontier_total` sums the smaller ones.
 
 When A is known to within delta (rounding), the constant moves by at most ``v delta ((4 + 7a) sqrt(n) + 2a + 1)``, as for the other
 forms (:mod:`otattn.lipschitz.upper.psd`; its argument holds for every A), and by less when V is, relative to v.
@@ -28,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,23 +28,25 @@ from otattn import _validate as check
 from otattn._linalg import EPS, Array, bordered, mid
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.balls import BallMatrix
-from otattn.lipschitz.arithmetic.intervals import lift, upper
+from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number, trivial
-from otattn.lipschitz.constants.cells import Maximum, boxes, maximise, proved_below
+from otattn.lipschitz.constants.cells import proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
 from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_search import LEVELS, finer, refined
+from otattn.lipschitz.forms.frontier_total import MAX_CELLS, Total
+from otattn.lipschitz.forms.own_blocks import OwnBlocks
 from otattn.lipschitz.forms.own_pairs import OwnPairs
 from otattn.lipschitz.forms.vertex_rows import Cells, VertexRows
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
 
-_CELLS = 400_000
 _SHARES = 24
 """Multipliers mu of which each box takes the best."""
 _RANGE = 1e-3, 1e4
@@ -95,88 +88,18 @@ class Whole:
             raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
         g0, g1 = (self.number() * x for x in (edges[:-1], edges[1:]))
         low = family.lower(g0, g1) - (0.0 if self.head.exact else 1e-12 * self.a)
-        field = min(1.0, top(self.head.trace_sigma / (self.number() * self.v)) * (1.0 + 8.0 * EPS))
-        return Cells.of(self.number(), entropy_gap(self.n), edges, low, field, frontier)
-
-
-@dataclass(frozen=True, eq=False)
-class Total:
-    """The maximum over ``(r, theta, e_3)`` from a table of rows."""
-
-    n: int
-    angles: Array
-    rows: Array
-    mu: Array
-    exact: bool
+        return Cells.of(self.number(), entropy_gap(self.n), edges, low, self.field, frontier)
 
     @property
-    def corners(self) -> tuple[Array, Array]:
-        """Largest e and s of each cell of directions."""
-        return np.sin(self.angles[1:]), np.cos(self.angles[:-1])
+    def field(self) -> float:
+        """vartheta of the field part."""
+        return min(1.0, top(self.head.trace_sigma / (self.number() * self.v)) * (1.0 + 8.0 * EPS))
 
-    @cached_property
-    def others(self) -> Array:
-        """``max_c`` of the braces ``(mu, cells)``, the cells up to each, for ``r = 1``."""
-        wrap = lift if self.exact else np.asarray
-        ce, cs = self.corners
-        low, high = (np.cos(wrap(x)) for x in (self.angles[:-1], self.angles[1:]))
-        with np.errstate(divide="ignore", over="ignore"):
-            most = np.maximum(np.sin(wrap(self.angles[1:])) / high / ce, 1.0 / wrap(cs))
-            each = upper((wrap(self.rows) * most) ** 2 - wrap(self.mu)[:, None] * (1.0 / low**2 - 1.0))
-        return np.maximum.accumulate(np.where(np.isnan(each), np.inf, each), axis=1)
-
-    def cell(self, e: Array, s: Array) -> Array:
-        """The cell of a direction, or its neighbour by rounding."""
-        found = np.searchsorted(self.angles, np.arctan2(e, s), side="right") - 1
-        return np.clip(found, 0, self.rows.size - 1)
-
-    def row(self, e: Any, s: Any, cell: Array) -> Any:
-        """``G^2``, by any cell: the multiple of the corner is at least ``(e, s)``."""
-        ce, cs = self.corners
-        return (np.maximum(e / ce[cell], s / cs[cell]) * self.rows[cell]) ** 2
-
-    def bound(self, lo: Array, hi: Array) -> Array:
-        """Logarithm of the bound of the square on boxes, ``-inf`` where one is empty."""
-        table = self.others
-        k = self.n - 2
-
-        def norms(wrap: Any) -> tuple[Any, ...]:
-            (r0, t0, _), (r1, t1, x1) = ([wrap(x) for x in end] for end in (lo, hi))
-            e1, e2, rem = r1 * np.cos(t0), r1 * np.sin(t1), np.clip((1.0 - r0) * (1.0 + r0), 0.0, 1.0)
-            e3 = np.minimum(np.minimum(x1, e2), np.sqrt(rem))
-            return (e1, np.sqrt(e2**2 + e3**2)), (e2, np.sqrt(e1**2 + e3**2)), (e3, r1), rem
-
-        one, two, (e3, r), rem = norms(np.asarray)
-        first, second = (self.cell(*x) for x in (one, two))
-        last = self.cell(e3 * (1.0 + 1e-9), r)
-        each = k * r**2 * table[:, last] + self.mu[:, None] * rem
-        best = each.argmin(axis=0)
-        wrap = lift if self.exact else np.asarray
-        if self.exact:
-            one, two, (e3, r), rem = norms(lift)
-        value = (
-            self.row(one[0], one[1], first)
-            + self.row(two[0], two[1], second)
-            + k * r**2 * wrap(table[best, last])
-            + wrap(self.mu[best]) * rem
-        )
-        with np.errstate(divide="ignore"):
-            found = upper(np.log(value))
-        # e_3 <= e_2, and it is the largest of n - 2 norms whose squares sum to 1 - r^2
-        most, least = 1.0 - lo[0] ** 2, 1.0 - hi[0] ** 2
-        empty = (lo[2] ** 2 > most + 1e-12) | (least > k * hi[2] ** 2 + 1e-12) | (lo[2] > hi[0] * np.sin(hi[1]) + 1e-12)
-        return np.where(empty, -np.inf, found)
-
-    def cover(self) -> tuple[Array, Array]:
-        """Boxes of ``(r, theta, e_3)``."""
-        least = math.sqrt(2.0 / self.n) * (1.0 - 1e-12)
-        third = np.linspace(0.0, math.sqrt(0.5), 9)
-        third[-1] = 0.7072  # e_3 <= e_2 and e_2^2 + e_3^2 <= 1
-        return boxes(np.linspace(least, 1.0, 9), np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9), third)
-
-    def maximum(self, tol: float) -> Maximum:
-        """The largest bound of a box, in logarithms."""
-        return maximise(self.bound, *self.cover(), tol=tol, max_cells=_CELLS)
+    def entropic(self, family: SelfLogit, frontier: Frontier, blocks: OwnBlocks) -> EntropicRows:
+        """The entropic rows."""
+        g0, g1 = (self.number() * x for x in (GAMMA[:-1], GAMMA[1:]))
+        low = family.lower(g0, g1) - (0.0 if self.head.exact else 1e-12 * self.a)
+        return EntropicRows.of(Sight.of(self.number(), self.n, low, self.field, frontier), blocks)
 
 
 def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
@@ -188,9 +111,15 @@ def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
     return VertexRows.of(cells, OwnPairs.of(whole.A, whole.V, multipliers), angles, lam)
 
 
-def _total(whole: Whole, rows: VertexRows, multipliers: Mapping[str, Array]) -> Total:
+def _entropic(whole: Whole, multipliers: Mapping[str, Array]) -> EntropicRows:
+    """The entropic rows that the multipliers describe."""
+    family, frontier = SelfLogit.of(whole.head, multipliers), Frontier.of(whole.A, whole.V, multipliers)
+    return whole.entropic(family, frontier, OwnBlocks.of(whole.A, whole.V, multipliers))
+
+
+def _total(whole: Whole, rows: VertexRows, entropic: EntropicRows, multipliers: Mapping[str, Array]) -> Total:
     mu = multiplier(multipliers, "mu", (_SHARES,), sign=True)
-    return Total(whole.n, multipliers["angles"], rows.proved(multipliers), mu, whole.head.exact)
+    return Total(whole.n, multipliers["angles"], rows.proved(multipliers), mu, whole.head.exact, entropic)
 
 
 def _fails(head: UnitNumbers) -> str | None:
@@ -221,9 +150,9 @@ def _problem(statement: Statement) -> dict[str, Any]:
 @dual_function("frontier_rows", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     whole: Whole = problem["whole"]
-    total = _total(whole, _rows(whole, multipliers), multipliers)
+    total = _total(whole, _rows(whole, multipliers), _entropic(whole, multipliers), multipliers)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
-    found = proved_below(total.bound, *total.cover(), target=problem["target"], max_cells=2 * _CELLS)
+    found = proved_below(total.bound, *total.cover(), target=problem["target"], max_cells=2 * MAX_CELLS)
     return _bound(found, whole)
 
 
@@ -238,13 +167,13 @@ def _bound(log_square: float, whole: Whole) -> Any:
 
 @theorem(
     "frontier_rows",
-    statement="whole rows on two tokens, and what A and V leave orthogonal to the gradient: a program over three norms",
+    statement="whole rows: two tokens, the own token's mass, what A and V leave across the gradient: a program over three norms",
     hypotheses="softmax without a mask and without a bias; a centred ball; n >= 3 tokens; p = 2",
     applies=_STATED,
     closed=False,
 )
 def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: str = "fast") -> Bound:
-    """Upper bound for n tokens and any A and V: rows of two tokens, and the frontier of ``|A x|``, ``|A^T d|`` and ``|V d|``.
+    """Upper bound for n tokens and any A and V: rows of two tokens, their own mass, the frontier of ``|A x|, |A^T d|, |V d|``.
 
     It is the sharper the fewer tokens there are, the larger ``||A|| R^2`` is, and the less A and V resemble multiples of
     orthogonal matrices. Its matrices are twice as large as those of the head: for small dimensions.
@@ -257,10 +186,10 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
     Returns
     -------
     Certificate
-        Multipliers: those of the self-logit (``nu``, ``gap``), of the frontier (``heights``, ``shares``) and of the own pairs
-        (``pairs``); cells of ``|g|`` (``edges``), of directions (``angles``) and the ``levels`` of lambda; for each direction and
-        cell the ``choice`` of a bound, its radius (``radii``) and its ``level``; and the ``mu`` of the total. A plain
-        :class:`Bound` when A or V is zero.
+        Multipliers: those of the self-logit (``nu``, ``gap``), of the frontier (``heights``, ``shares``), of the own pairs
+        (``pairs``) and of the own blocks (``blocks``); cells of ``|g|`` (``edges``), of directions (``angles``) and the ``levels`` of
+        lambda; for each direction and cell the ``choice`` of a bound, its radius (``radii``) and its ``level``; and the ``mu`` of the
+        total. A plain :class:`Bound` when A or V is zero.
 
     Examples
     --------
@@ -286,7 +215,10 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         lambda x: whole.cells(x, family, frontier), lambda cells, x: VertexRows.of(cells, pairs, x, LEVELS), width
     )
     # a recheck proves each member anew: only those that decide are kept
-    family = family.decisive(head.a * edges[:-1], head.a * edges[1:])
+    family = family.decisive(*(head.a * np.append(edges[x], GAMMA[x]) for x in (slice(-1), slice(1, None))))
+    blocks = OwnBlocks.found(whole.A, whole.V, whole.field)
+    blocks = blocks.take(whole.entropic(family, frontier, blocks).used)
+    entropic = whole.entropic(family, frontier, blocks)
     angles = np.linspace(0.0, math.pi / 2, directions + 1)
     rows = VertexRows.of(whole.cells(edges, family, frontier), pairs, angles, LEVELS)
     plan = finer(rows, coarse)
@@ -296,6 +228,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         "heights": frontier.heights,
         "shares": frontier.shares,
         "pairs": pairs.members,
+        "blocks": blocks.members,
         "edges": edges,
         "angles": angles,
         "levels": LEVELS,
@@ -304,7 +237,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         "level": plan.level.astype(float),
         "mu": np.geomspace(0.02, 50.0, _SHARES) * (1.0 + whole.a**2),
     }
-    found = _total(whole, rows, multipliers).maximum(tol)
+    found = _total(whole, rows, entropic, multipliers).maximum(tol)
     return certify(
         "frontier_rows",
         statement=replace(statement, options={"target": found.value}),

@@ -1,0 +1,284 @@
+r"""One row for any A and V: what its own token takes of the mass, and what that says of its logits.
+
+Unit ball, lengths of logits over ``a = ||A||``, values over ``||V||``: below ``||A|| <= 1``, ``||V|| <= 1``, ``g = A x_i``, ``gamma =
+|g|``, ``X = a gamma``. Row i has weights p on its own token and ``q = 1 - p`` on the others, these with law Q, entropy ``eta = H(Q)``,
+mean y and covariance C_Q; ``d = x_i - y``, ``m = p x_i + q y``. The displacement has token norms ``e = |eps_i|`` and ``e_j``.
+
+**Entropy.** ``log Z = a<g, x_i> - log p = a<g, m> + H(P)`` and ``H(P) = -p log p - q log q + q eta``, so
+
+.. math:: a\langle g, d\rangle = \operatorname{logit} p + \eta, \qquad a\langle g, m\rangle = a\langle g, x_i\rangle - E, \quad
+          E = q(\operatorname{logit} p + \eta).
+
+With l at or below ``a<g, x_i>`` (:mod:`otattn.lipschitz.constants.self_logit`): ``tr C_i <= 1 - |m|^2 <= L = 1 - ((l - E)_+ /
+X)^2``. And ``a<g, x_k> = log P_ik + log Z``: along ``g/gamma``, C_Q has the variance ``c = nu_Q/X^2`` and C_i ``nu_P/X^2``, nu the
+variances of ``log Q`` and ``log P_i``, ``nu_P = q nu_Q + p q (logit p + eta)^2``.
+
+**Varentropy.** ``nu_Q`` is at most its maximum over laws on ``n - 1`` atoms. There the derivative in each positive atom t, ``log^2 t +
+2 (1 + H) log t``, is the same: t has at most two values. With total weights s and 1 - s on k and k' atoms ``nu = s (1 - s) (logit s +
+log(k'/k))^2``; its maximum over s grows with ``|log(k'/k)|``, at most ``log(n - 2)``.
+
+**Own block.** ``C_i = p q d d^T + q C_Q``, ``t = tr C_Q <= 1 - |y|^2``, ``x_i - m = q d``. The part of row i in ``eps_i``,
+``V(p eps_i + a p q d (<g, eps_i> + <A^T d, eps_i>) + a q C_Q A eps_i)``, is at most ``e O``,
+
+.. math:: O = p + a\bigl\{pq\,|Vd|\,|Ax_i + A^Td| + q f\bigr\}, \qquad f = \|V C_Q A\| .
+
+``f <= vartheta t`` (field part), and with the bounds ``beta^2, delta^2, y_s`` orthogonal to g of
+:mod:`otattn.lipschitz.forms.frontier`, ``mu = ||M_s||``: ``f <= (beta t^{1/2} + c^{1/2}) (delta t^{1/2} + c^{1/2})``, each factor
+also at most ``t^{1/2}``; and ``f <= tr(M_s C_Q) <= ((y_s t)^{1/2} + (mu c)^{1/2})^2``. For any theta hence ``f <= theta t + omega``,
+omega the maximum of a quadratic in ``t^{1/2}``, and the braces are at most ``q (theta + omega) + W + nu (logit p + eta)/a - xi
+gamma^2`` by the members of :mod:`otattn.lipschitz.forms.own_blocks`.
+
+**Others.** For a unit u, ``w = V^T u``, ``v_j = x_j - m``, ``N_j = |w + a<w, v_j> g|``: ``sum_k P_ik N_k^2 = |w|^2 + X^2 w^T C_i w
+<= Omega = 1 + X^2 lam``, lam at most L and, as w has at most beta across g, ``(beta L^{1/2} + (1 - beta^2)^{1/2}
+(nu_P/X^2)^{1/2})^2`` where this increases up to beta. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j
+e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So
+``r N <= r + X (lam r (1 - r))^{1/2}``, and as ``I + b v^T`` has the norm ``(|b||v| + (4 (1 + <b, v>) + |b|^2 |v|^2)^{1/2})/2``,
+
+.. math:: r N \le \tfrac12\bigl(T^{1/2} + (4 r^2 (1 + \log r + H(P))_+ + T)^{1/2}\bigr), \qquad T = X^2 L r(1 - r) .
+
+With kappa the largest of the smaller bounds over r, the largest norm ``e_1`` may be lowered to z at the price ``(e_1 - z) kappa``. An
+atom ``r/q`` leaves Q an entropy of at most ``h(r/q) + (1 - r/q) log(n - 2)``.
+
+**Gibbs.** ``b sum Q_j e_j^2 + H(Q) <= log sum_{j != i} exp(b e_j^2)`` for every ``b > 0``: with the ``e_j`` known, eta bounds the mean
+of the squares. Of norms below ``e_3`` with squares of sum ``rem`` the exponentials less one sum to at most ``(rem/e_3^2)(exp(b e_3^2)
+- 1)`` (convexity).
+
+**Cells.** On a cell of p, eta and gamma take everything at its largest: ``R_i <= e O + (e_1 - z) kappa + (Omega q S)^{1/2}``, S the
+Gibbs bound at the least eta. Cells with ``l - E > X`` are empty. E is concave in p: its tangent at the upper end bounds it; on the
+last cell ``E <= q (log(1/q) + eta)``, increasing for ``q <= 1/e``. A row is bounded by the largest of the cells, which is convex in e.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from otattn._linalg import EPS, Array
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, lower, upper, xlogy
+from otattn.lipschitz.arithmetic.rounding import top
+from otattn.lipschitz.forms.frontier import Frontier
+from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
+
+GAMMA = np.linspace(0.0, 1.0, 97)
+"""Cells of gamma."""
+ENTROPIES = 30
+"""Cells of eta."""
+HEAVIEST = np.linspace(0.0, 1.0, 21)
+"""Cells of r."""
+INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
+"""Values of beta."""
+LOWERED = (0.0, 0.3, 0.6, 1.0)
+"""Where z stands between the second norm and the first."""
+_SLACK = 6e-3
+"""Cells within this of another are merged with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What is known of the rows on the cells of gamma between ``GAMMA``: columns ``(cells, 1)``, floats or intervals.
+
+    ``low`` bounds ``a <g, x_i>`` from below, ``field`` is vartheta, ``forms`` are the bounds of the frontier ``(forms, cells, 1)`` and
+    ``norms`` those of ``||M_s||``; ``varied`` bounds the variance of logits.
+    """
+
+    a: Any
+    n: int
+    low: Any
+    field: float
+    forms: Any
+    norms: Array
+    varied: float
+
+    @classmethod
+    def of(cls, a: Any, n: int, low: Any, field: float, frontier: Frontier) -> Sight:
+        """``low`` has one entry a cell."""
+        forms = like(frontier.at(GAMMA[:-1])[:, :, None], a)
+        return cls(a, n, low[:, None], field, forms, frontier.norms[2:], varentropy(n - 1))
+
+    @property
+    def gamma(self) -> tuple[Any, Any]:
+        """Ends of the cells."""
+        return like(GAMMA[:-1, None], self.a), like(GAMMA[1:, None], self.a)
+
+    def beyond(self, theta: Any) -> Any:
+        """omega of the proof for each theta ``(members, 1, 1)``, on the cells."""
+        c = self.along(like(self.varied, self.a))
+        root = np.sqrt(c)
+        beta, delta = (np.minimum(np.sqrt(x), 1.0) for x in self.forms[:2])
+        lines = [(beta * delta, (beta + delta) * root, c), (delta, root, 0.0 * c), (beta, root, 0.0 * c)]
+        lines += [
+            (y, 2.0 * np.sqrt(y * c * mu), c * mu) for y, mu in zip(self.forms[2:], self.norms.tolist(), strict=True)
+        ]
+        best = np.maximum(self.field - theta, 0.0) + 0.0 * c
+        for slope, bend, level in lines:
+            free = np.maximum(np.maximum(theta - slope, 0.5 * bend), 1e-300)
+            omega = np.where(
+                2.0 * (theta - slope) >= bend, level + bend**2 / (4.0 * free), slope - theta + bend + level
+            )
+            best = np.minimum(best, omega)
+        return np.maximum(best, 0.0)
+
+    def along(self, varied: Any) -> Any:
+        """The variance along g of logits of this variance."""
+        return np.minimum(varied / (self.a * np.maximum(GAMMA[:-1, None], 1e-9)) ** 2, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class EntropicRows:
+    """Cells that bound every row: ``R <= e own + (e_1 - z) cap + root S(entropy)^{1/2}``, arrays with one entry a cell, outward.
+
+    ``used`` are the members of the own blocks that decide.
+    """
+
+    entropy: Array
+    own: Array
+    cap: Array
+    root: Array
+    used: Array
+
+    @classmethod
+    def of(cls, sight: Sight, blocks: OwnBlocks) -> EntropicRows:
+        """The cells of p, eta and gamma."""
+        eta = entropies(sight.n)
+        found = [_cells(sight, blocks, at) for at in range(MASSES.size - 1)]
+        table = np.concatenate([x for x, _ in found], axis=1)
+        for group in (True, False):
+            parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
+            table = table[:, np.concatenate([k[_undominated(table[:, k])] for k in parts])]
+            table[1:] *= 1.0 + 1.01 * _SLACK
+        entropy, own, cap, root = table
+        return cls(entropy, own, cap, root, np.unique(np.concatenate([x for _, x in found])))
+
+    def row(self, e: Array, one: Any, two: Any, third: Any, rem: Any, others: int) -> Array:
+        """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; ``one >= two``, the ``others`` below ``third``.
+
+        The squares of the others sum to at most ``rem``. ``two`` None: there is no second norm.
+        """
+        kinds, which = np.unique(self.entropy, return_inverse=True)
+        floor = upper(third) if two is None else np.maximum(upper(two), upper(third))
+        rest = np.full((self.own.size, e.shape[1]), np.inf)
+        for share in LOWERED:
+            z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
+            S = np.sqrt(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds))
+            np.minimum(rest, upper(one - z) * self.cap[:, None] + S[which] * self.root[:, None], out=rest)
+        return np.array([(x * self.own[:, None] + rest).max(axis=0) for x in e]) * (1.0 + 8.0 * EPS)
+
+
+def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Array:
+    """Bounds ``(kinds, boxes)`` of the mean square at these least entropies, outward."""
+    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(third**2, 1e-9)
+    total = np.exp(b * first) + others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
+    if two is not None:
+        total = total + np.exp(b * two**2)
+    logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
+    best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
+    # a difference and a quotient of floats: two roundings
+    return np.asarray(np.maximum(best, 0.0) * (1.0 + 4.0 * EPS))
+
+
+def entropies(n: int) -> Array:
+    """Ends of the cells of eta, the last at or above ``log(n - 1)``."""
+    return np.append(np.linspace(0.0, math.log(n - 1.0), ENTROPIES + 1)[:-1], top(np.log(lift(n - 1.0))))
+
+
+def varentropy(m: int) -> float:
+    """The largest variance of ``log Q`` over laws Q on m atoms, outward."""
+    s = np.linspace(-40.0, 40.0, 16_001)
+    near = np.minimum(np.abs(s[:-1]), np.abs(s[1:])) * (np.sign(s[:-1]) == np.sign(s[1:]))
+    far = np.maximum(np.abs(lift(s[:-1]) + np.log(lift(m - 1.0))), np.abs(lift(s[1:]) + np.log(lift(m - 1.0))))
+    half = np.exp(0.5 * lift(near)) + np.exp(-0.5 * lift(near))
+    return float(upper((far / half) ** 2).max())
+
+
+def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
+    """Columns ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide."""
+    a, low, (g0, g1), eta = sight.a, sight.low, sight.gamma, entropies(sight.n)
+    p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
+    high, one = like(eta[1:], a), like(1.0, a)
+    q, X = one - p0, a * g1
+    if MASSES[at + 1] < 1.0:
+        logit = np.log(p1) - np.log(one - p1)
+        E = (one - p1) * (logit + high) + (p1 - p0) * np.maximum(logit + high - one / p1, 0.0)
+    else:
+        logit, E = 0.0, q * (high - np.log(q))
+    excess = np.maximum(low - E, 0.0)
+    L = np.maximum(1.0 - (excess / X) ** 2, 0.0) + (0.0 if is_interval(a) else 64.0 * EPS)
+    tied = X * X * _seen(sight, L, _own_varied(at, eta, a) + q * sight.varied)
+    omega = np.sqrt(1.0 + tied)
+    cap = _heaviest(at, q, eta, sight.n, X * X * L, tied)
+    index = np.flatnonzero(blocks.members[:, 0] == at)
+    theta, nu, xi = (like(x[:, None, None], a) for x in blocks.members[index][:, [1, 3, 4]].T)
+    braces = q * (theta + sight.beyond(theta)) + like(blocks.W[index][:, None, None], a)
+    own = upper(p1 + a * (braces - np.minimum(xi * g0**2, xi * g1**2)) + nu * (logit + high))
+    live = lower(low - E) <= upper(X) * (1.0 + 1e-12)
+    values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(np.sqrt(q) * omega)]
+    each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
+    each = np.where(live, each, -np.inf)
+    # of the cells of gamma those that no other exceeds in all three; of equals the first
+    over: Any = np.all(each[:, None] >= each[:, :, None], axis=0)
+    same = over & over.transpose(1, 0, 2)
+    before = np.tri(len(over), k=-1)[:, :, None] > 0.0
+    live &= ~np.any((over & ~same) | (same & before), axis=1)
+    least = np.broadcast_to(eta[:-1], live.shape)
+    return np.array([least[live], *each[:, live]]), index[np.unique(own.argmin(axis=0))]
+
+
+def _own_varied(at: int, eta: Array, a: Any) -> Any:
+    """A bound of ``p q (logit p + eta)^2`` on a cell of p, for each of eta."""
+    p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
+    low, high = like(eta[:-1], a), like(eta[1:], a)
+    if MASSES[at] == 0.0:
+        return p1 * np.maximum(np.log(p1) ** 2, high**2)
+    if MASSES[at + 1] == 1.0:
+        return like(1e6, a) + 0.0 * high  # no bound: along g it is at most 1
+    first, last = (np.log(p) - np.log(1.0 - p) for p in (p0, p1))
+    middle = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), a)
+    return middle * (1.0 - middle) * np.maximum(np.abs(first + low), np.abs(last + high)) ** 2
+
+
+def _seen(sight: Sight, L: Any, varied: Any) -> Any:
+    """A bound of ``w^T C_i w``."""
+    along = sight.along(varied)
+    beta = np.minimum(sight.forms[0], 1.0)
+    tied = (np.sqrt(beta * L) + np.sqrt(np.maximum(1.0 - beta, 0.0) * along)) ** 2
+    return np.where(beta * (L + along) <= L, np.minimum(tied, L), L)
+
+
+def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:
+    """kappa, the largest over the cells of r; ``T = X^2 L``, ``tied = X^2 lam``, on a cell of p."""
+    p = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), T)
+    own = -xlogy(p, p) - xlogy(1.0 - p, 1.0 - p)
+    worst: Any = 0.0 * T
+    for r0, r1 in itertools.pairwise(HEAVIEST.tolist()):
+        if r0 >= float(upper(q)):
+            break
+        middle, r = like(min(max(0.5, r0), r1), T), like(r1, T)
+        gap = np.maximum(1.0 + np.log(r) + own + q * like(eta[1:], T), 0.0)
+        spread = T * middle * (1.0 - middle)
+        kappa = 0.5 * (np.sqrt(spread) + np.sqrt(4.0 * r * r * gap + spread))
+        kappa = np.minimum(kappa, r + np.sqrt(tied * middle * (1.0 - middle)))
+        # Q has an atom of at least r0/q
+        share, most = r0 / float(upper(q)), math.inf
+        if share > 1.0 / (n - 1.0):
+            atom = like(share * (1.0 - 4.0 * EPS), T)
+            rest = -xlogy(atom, atom) - xlogy(1.0 - atom, 1.0 - atom) + (1.0 - atom) * np.log(like(n - 2.0, T))
+            most = float(upper(rest)) + 1e-12
+        worst = np.where(most >= eta[:-1], np.maximum(worst, kappa), worst)
+    return worst
+
+
+def _undominated(table: Array) -> Array:
+    """Columns ``(entropy, own, cap, root)``: each has one among them of no higher entropy and values no lower but for the slack."""
+    signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
+    raised = signed.copy()
+    raised[1:] *= 1.0 + _SLACK
+    order = np.argsort(-signed.sum(axis=0), kind="stable")
+    kept: list[int] = []
+    for k in order.tolist():
+        if not kept or not (raised[:, kept] >= signed[:, k : k + 1]).all(axis=0).any():
+            kept.append(k)
+    return np.array(sorted(kept), dtype=int)
