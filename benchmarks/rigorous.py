@@ -25,7 +25,7 @@ Case = tuple[str, Any, float, "int | None", str]
 
 def grid_cases() -> Iterator[Case]:
     for name, values, V, a, n in grid():
-        effort = "deep" if name == "I_3" and n is not None else "fast"
+        effort = "deep" if name == "I_3" or n is None else "fast"
         yield f"{name}, V {values}, a = {a:g}", oa.SoftmaxAttention(matrices()[name], V), math.sqrt(a), n, effort
 
 

@@ -260,7 +260,7 @@ def _raised(w: float) -> float:
 @theorem(
     "logit_gap",
     statement="sigma + v T^{1/2}, T by weights that grow with the gap of a logit to the row's largest",
-    hypotheses="softmax without a mask, max |g| R in [2, 300]; any domain; any measure; p = 2",
+    hypotheses="softmax without a mask; R times the largest logit gradient from 2 to 300; any domain; any measure; p = 2",
     applies=every(softmax(masked=False), any_measure, order_two, _moderate),
     closed=False,
 )
