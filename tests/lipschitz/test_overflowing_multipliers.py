@@ -1,5 +1,6 @@
 """Multipliers so large that the matrices overflow prove nothing: never a smaller bound."""
 
+import contextlib
 from dataclasses import replace
 from functools import cache
 
@@ -72,3 +73,29 @@ def test_upper_values_of_unknown_matrices_are_infinite() -> None:
         for M in (np.full((2, 2), 1e308), np.array([[1e308, -1e308], [-1e308, 1e308]])):
             for value in (lambda_max_upper(M), spectral_norm_upper(M)):
                 assert value == np.inf or value >= 1e308
+
+
+@pytest.mark.parametrize("name", ["frontier_rows", "rows_and_columns", "mean_field", "logit_gap"])
+@pytest.mark.parametrize("nu", [1.7e308, -2e307, 1e20])
+def test_multipliers_of_the_self_logit_whose_products_overflow(name, nu) -> None:
+    """In one dimension ``nu A^2`` was infinite, its eigenvalue a nan, and cells that compare as nothing were left out."""
+    head = oa.SoftmaxAttention([[4.0]], [[1.0]])
+    count = {} if name in ("mean_field", "logit_gap") else {"n": 3}
+    bound = getattr(oa.relaxations, name)(head, radius=1.0, **count)
+    other = bound.multipliers | {"nu": np.array([nu]), "gap": np.zeros(1)}
+    for target in (bound.options.get("target", 0.0), -5.0):
+        with pytest.raises(CertificateError, match="at most"):
+            replace(bound, multipliers=other, options={**bound.options, "target": target}).proved_value()
+
+
+@pytest.mark.parametrize(("key", "value"), [("phi", 1e308), ("tau", 5e-324), ("omega", 5e-324), ("sigma", -1e300)])
+def test_boxes_that_overflow_are_not_empty(key, value) -> None:
+    """A nan compares as nothing: boxes of ``psd`` whose terms overflow counted as empty, and any target was proved."""
+    head = oa.SoftmaxAttention(8.0 * np.eye(2), np.eye(2))
+    bound = oa.relaxations.psd(head, radius=1.0, n=16, effort="fast")
+    assert bound.value > 7.5
+    other = bound.multipliers | {key: np.full_like(bound.multipliers[key], value)}
+    forged = replace(bound, multipliers=other, options={**bound.options, "target": 0.0}, value=1.01)
+    assert not forged.verify()
+    with contextlib.suppress(CertificateError, ValueError):
+        assert forged.proved_value() > 7.5

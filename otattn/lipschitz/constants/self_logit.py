@@ -48,6 +48,9 @@ from otattn.lipschitz.certificate import multiplier
 from otattn.lipschitz.constants.cells import boxes, ends
 from otattn.lipschitz.constants.heads import UnitNumbers
 
+_LARGEST = 1e15
+"""Of ``|nu| ||A||``: useful ones are below 1e3, and infinite products would compare as nothing."""
+
 
 @dataclass(frozen=True, eq=False)
 class SelfLogit:
@@ -74,6 +77,10 @@ class SelfLogit:
         slack = 16 * len(S) * EPS * (np.abs(nu) * a**2 + a)
         # g within noise of A z + c moves <g, z> by at most noise, and |g|^2 by noise (2 |g| + noise)
         loose = head.noise * (1.0 + np.abs(nu) * (2.0 * top(head.top) + head.noise))
+        if not (np.abs(nu) * a <= _LARGEST * (1.0 + a)).all():
+            raise CertificateError(
+                f"nu must be at most {_LARGEST:g} / ||A||, received {np.abs(nu).max():g}: its products overflow."
+            )
         lam, const = np.empty(len(nu)), np.zeros(len(nu))
         if head.centred:
             for k, t in enumerate(nu):

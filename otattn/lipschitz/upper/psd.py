@@ -3,8 +3,8 @@ r"""The discrete constant of positive semidefinite forms at moderate ``||A|| R^2
 Let A be symmetric PSD, without bias, V any matrix, tokens ``|x_i| <= R = 1``, ``a = ||A||``, ``v = ||V||``. Logits
 are ``l_ik = a <y_i, y_k>`` with ``y = A^{1/2} x / sqrt(a)``, ``|y| <= |x| <= 1``. Write ``h_i = |y_i|``, ``g_i = A
 x_i``, so ``|g_i| <= a h_i``; ``P_ij``, ``m_i``, ``C_i`` for the weights, mean and covariance of row i, ``lam_i = tr
-C_i`` and ``Gamma_i = |g_i|^2 lam_i``. Then ``D f eps = V (K eps + D eps)``, ``K_i eps = sum_k P_ik (I + (x_k - m_i)
-g_i^T) eps_k``, ``|V C_i A eps_i| <= v b lam_i |eps_i|`` with ``v b = max_{|u|=1} |V u| |A^T u|``.
+C_i`` and ``Gamma_i = a^2 h_i^2 lam_i``, at least ``|g_i|^2 lam_i``. Then ``D f eps = V (K eps + D eps)``, ``K_i eps =
+sum_k P_ik (I + (x_k - m_i) g_i^T) eps_k``, ``|V C_i A eps_i| <= v b lam_i |eps_i|``, ``v b = max_{|u|=1} |V u| |A^T u|``.
 
 **Row.** For a unit u let ``n_k = u + <u, x_k - m_i> g_i``, so that ``<u, K_i eps> = sum_k P_ik <n_k, eps_k>``, and ``Q = I +
 (omega/a) g_i g_i^T``, ``omega >= 0``: ``<n_k, eps>^2 <= N_k^2 (eps^T Q eps)`` with ``N_k^2 = n_k^T Q^{-1} n_k``. Put ``G_i =
@@ -154,7 +154,7 @@ def _cell_bound(columns: Columns, edges: Array, multipliers: Multipliers) -> Cel
         drop = (alone - own(middle, hi[0])) * np.exp(-np.minimum(total, 700.0))
         excess = 2 * alone - own(lo[0], middle) - own(middle, hi[0])
         pull[0] = np.where(wide, np.minimum(pull[0] + excess * np.exp(-np.minimum(total, 700.0)), _DROP * drop), 0.0)
-        return np.where(off > -np.inf, total, -np.inf), pull
+        return np.where(off == -np.inf, -np.inf, total), pull  # a nan is no empty box
 
     return bound
 
