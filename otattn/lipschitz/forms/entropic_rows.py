@@ -214,7 +214,7 @@ def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
     theta, nu, xi = (like(x[:, None, None], a) for x in blocks.members[index][:, [1, 3, 4]].T)
     braces = q * (theta + sight.beyond(theta)) + like(blocks.W[index][:, None, None], a)
     own = upper(p1 + a * (braces - np.minimum(xi * g0**2, xi * g1**2)) + nu * (logit + high))
-    live = lower(low - E) <= upper(X) * (1.0 + 1e-12)
+    live = ~(lower(low - E) > upper(X) * (1.0 + 1e-12))  # a nan is no empty cell
     values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(np.sqrt(q) * omega)]
     each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
     each = np.where(live, each, -np.inf)
@@ -234,7 +234,7 @@ def _own_varied(at: int, eta: Array, a: Any) -> Any:
     if MASSES[at] == 0.0:
         return p1 * np.maximum(np.log(p1) ** 2, high**2)
     if MASSES[at + 1] == 1.0:
-        return like(1e6, a) + 0.0 * high  # no bound: along g it is at most 1
+        return like(1e6, a) + 0.0 * high  # far above p q (logit p + eta)^2 < (3 + log n)^2 / 20: no limit
     first, last = (np.log(p) - np.log(1.0 - p) for p in (p0, p1))
     middle = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), a)
     return middle * (1.0 - middle) * np.maximum(np.abs(first + low), np.abs(last + high)) ** 2

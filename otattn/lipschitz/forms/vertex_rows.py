@@ -105,7 +105,7 @@ class Cells:
     def of(cls, a: Any, tau: float, edges: Array, low: Any, field: float, frontier: Frontier) -> Cells:
         """``low`` bounds ``a <g_i, x_i>`` on each cell, from below; ``field`` is vartheta. Empty cells are left out."""
         g0, g1 = edges[:-1], edges[1:]
-        live = lower(low) <= upper(like(g1, a) * a) * (1.0 + 1e-12)
+        live = ~(lower(low) > upper(like(g1, a) * a) * (1.0 + 1e-12))  # a nan is no empty cell
         g0, g1, low = g0[live], g1[live], low[live]
         x = like(g1, a) * a
         c = np.minimum(np.maximum(low, 0.0) / x, 1.0)
