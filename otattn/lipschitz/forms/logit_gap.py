@@ -120,19 +120,10 @@ class GapRows:
         """Cells that hold every ``(G, psi, D)``."""
         return boxes(np.linspace(0.0, 1.0, 5), np.linspace(0.0, 1.0, 9), np.linspace(0.0, 1.0, 9))
 
-    def cell(self, lo: Any, hi: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-        """The ends of rho and gamma, and the bounds of f and Gam, on cells of (r, q)."""
-        (r0, q0), (r1, q1) = ends(lo, hi, self.exact)
-        g0, g1 = self.field.gamma(r0, q0), self.field.gamma(r1, q1)
-        if self.field.rigid:
-            g0 = np.minimum(g0, self.field.least * r0)
-        _, excess, Gam = self.field.cell(lo, hi)
-        return r0, r1, g0, g1, excess, Gam
-
     def bound(self, lo: Array, hi: Array) -> Array:
         """Bound of ``log T`` on cells of (r, q)."""
         head = self.field.head
-        r0, r1, g0, g1, excess, Gam = self.cell(lo, hi)
+        r0, r1, g0, g1, excess, Gam = self.field.cell(lo, hi)
         z0, z1 = (head.top * x for x in ends(_EDGES[:-1], _EDGES[1:], self.exact))
         f = np.minimum(excess, g1 - np.minimum(r0 * z0, r1 * z0))
         # f = gamma - rho zbar does not exceed its bound
@@ -167,7 +158,7 @@ class _Samples:
         z = g[:, None] * np.cos(math.pi * psi)
         seen = np.stack([np.ones_like(z), z, z**2, np.broadcast_to(g[:, None] ** 2, z.shape)], axis=-1).reshape(-1, 4)
         at = np.stack([x.ravel() for x in np.meshgrid(np.linspace(0.0, 1.0, 41), np.linspace(0.0, 1.0, 41))])
-        r, _, gamma, _, excess, Gam = rows.cell(at, at)
+        r, _, gamma, _, excess, Gam = self.field.cell(at, at)
         head = self.field.head
         zbar = np.clip((gamma - excess) / np.maximum(r, 1e-9), -gamma, gamma) / head.top
         E = np.stack(

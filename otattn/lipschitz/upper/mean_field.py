@@ -80,7 +80,7 @@ def entropy_bound(field: Barycentre, s1: float, s2: float) -> CellBound:
     """Bound of ``f + s1 log(1 + 2 sqrt(Gam)) + s2 log(1 + c Gam)`` on cells of (r, q)."""
 
     def bound(lo: Any, hi: Any) -> Array:
-        r0, excess, Gam = field.cell(lo, hi)
+        r0, *_, excess, Gam = field.cell(lo, hi)
         value = excess + s1 * np.log1p(2 * np.sqrt(Gam))
         if s2 > 0:
             value = value + s2 * np.log1p(heavy_share(r0, s2) * Gam)
@@ -93,7 +93,7 @@ def joint_bound(field: Barycentre, rows: JointRows) -> CellBound:
     """Bound of ``f`` and the weights of joint rows on cells of (r, q)."""
 
     def bound(lo: Any, hi: Any) -> Array:
-        _, excess, Gam = field.cell(lo, hi)
+        *_, excess, Gam = field.cell(lo, hi)
         return np.asarray(upper(excess + rows.log_weight(lo[0], Gam)))
 
     return bound
