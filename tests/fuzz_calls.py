@@ -335,6 +335,14 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.02,
             lambda: oa.relaxations.logit_gap(g.softmax(), radius=size["radius"](), effort=g.number("fast")).value,
         ),
+        "relaxations.sinkhorn_identity": (
+            0.02,
+            lambda: (
+                oa.relaxations.sinkhorn_identity(
+                    oa.SinkhornAttention(g.symmetric(), g.matrix()), radius=size["radius"](), n=size["n"]()
+                ).value
+            ),
+        ),
         "relaxations.negative_identity": (
             0.02,
             lambda: (

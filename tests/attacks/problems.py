@@ -53,6 +53,8 @@ POSITIVE = (0, 4, 7)
 """Of the forms below, those that are positive semidefinite."""
 NEGATIVE = (1,)
 """Negative multiples of the identity."""
+IDENTITY = (0,)
+"""Positive multiples of the identity."""
 
 
 def form(rng, d, reach, forms=None):
@@ -102,7 +104,7 @@ def head(rng, kind, d, e, reach, forms=None, plain=False):
         K = K if K.shape == Q.shape and rng.random() < 0.6 else Q
         V = V @ Q.T @ Q * reach**2 if rng.random() < 0.3 else V  # values that factor through the queries
         return oa.L2Attention(Q, K, V), Head(kind, {"Q": Q, "K": K, "V": V})
-    A = form(rng, d, reach)
+    A = form(rng, d, reach, forms)
     if kind == "sinkhorn":
         A = A * min(1.0, 4.0 / max(np.linalg.norm(A, 2) * reach**2, 1e-12))  # the reference is slow beyond
         return oa.SinkhornAttention(A, V, tol=1e-13), Head(kind, {"A": A, "V": V})

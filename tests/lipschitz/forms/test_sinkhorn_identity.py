@@ -1,0 +1,226 @@
+"""Sinkhorn attention with A = alpha I: the form over pairs, its cells, real measures that climb against it, and what is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+import otattn as oa
+from otattn.lipschitz.forms.sinkhorn_identity import Pairs, largest_of_boxes
+from otattn.lipschitz.relaxations import sinkhorn_identity
+
+
+def rare_token(a):
+    """The constant of a rare token whose own share is p, the others far: the best p."""
+    p = np.linspace(0.0, 1.0, 100_001)
+    return float((p + 8.0 * a * p * (1.0 - p) / (1.0 + p)).max())
+
+
+def coupling(X, w, a):
+    """The symmetric coupling with marginals w, by Newton-like halving of the potential."""
+    L = a * (X @ X.T)
+    f = np.zeros(len(w))
+    for _ in range(20_000):
+        z = L + f + np.log(w)
+        top = z.max(axis=1)
+        new = -(top + np.log(np.exp(z - top[:, None]).sum(axis=1)))
+        step = np.abs(new - f).max()
+        f = 0.5 * (f + new)
+        if step < 1e-13:
+            break
+    pi = np.exp(L + f + f[:, None] + np.log(w) + np.log(w)[:, None])
+    return pi, float(np.abs(pi.sum(axis=1) / w - 1.0).max())
+
+
+def derivative(X, w, a, pi):
+    """J on ``L^2(w)``, the potentials differentiated by a linear system: no projection is used."""
+    n, d = X.shape
+    P, J = pi / w[:, None], np.zeros((n, d, n, d))
+    system = np.block([[np.diag(w), pi], [pi.T, np.diag(w)]])
+    scale = np.sqrt(np.concatenate([w, w]))
+    inverse = np.linalg.pinv(system / scale / scale[:, None], rcond=1e-13)
+    for k in range(n):
+        for c in range(d):
+            dl = np.zeros((n, n))
+            dl[k] += a * X[:, c]
+            dl[:, k] += a * X[:, c]
+            right = np.concatenate([(pi * dl).sum(axis=1), (pi * dl).sum(axis=0)])
+            d_potentials = -inverse @ (right / scale) / scale
+            dl += d_potentials[:n, None] + d_potentials[n:]
+            J[:, :, k, c] = (P * dl) @ X
+            J[:, c, k, c] += P[:, k]
+    root = np.sqrt(w)
+    return (root[:, None, None, None] * J / root[:, None]).reshape(n * d, n * d)
+
+
+def constant(X, w, a):
+    pi, error = coupling(X, w, a)
+    return float(np.linalg.norm(derivative(X, w, a, pi), 2)) if error < 1e-9 else 0.0
+
+
+def ball(X):
+    return X / np.maximum(np.linalg.norm(X, axis=1, keepdims=True), 1.0)
+
+
+def test_the_derivative_is_self_adjoint_and_not_negative():
+    rng = np.random.default_rng(0)
+    for n, d, a in ((2, 1, 1.0), (4, 2, 3.0), (5, 3, 0.3)):
+        X, w = ball(rng.normal(size=(n, d))), rng.dirichlet(np.ones(n))
+        J = derivative(X, w, a, coupling(X, w, a)[0])
+        assert np.allclose(J, J.T, atol=1e-8 * np.abs(J).max())
+        assert np.linalg.eigvalsh(0.5 * (J + J.T)).min() > -1e-8
+        attention = oa.SinkhornAttention(a * np.eye(d), np.eye(d), tol=1e-12)
+        local = oa.local_lipschitz(attention, oa.DiscreteMeasure(X, w)).value
+        assert local == pytest.approx(np.linalg.norm(J, 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("a", [0.1, 0.25, 0.3, 1.0, 4.0, 25.0, 400.0])
+def test_a_rare_token_comes_within_seven_percent(a):
+    attention = oa.SinkhornAttention(a / 4.0 * np.eye(2), 3.0 * np.eye(2))
+    bound = sinkhorn_identity(attention, radius=2.0)
+    known = 3.0 * rare_token(a)
+    assert known * (1.0 - 1e-9) <= bound.value <= 1.07 * known
+    assert bound.value <= oa.bounds.sinkhorn_bound(attention, radius=2.0).value
+    assert bound.verify()
+
+
+def test_the_rare_token_is_real():
+    """An atom of mass 1e-3 at 1, the other at -1 or nearer: the share p moves with the distance of the two, so a is chosen for it."""
+    best = 0.0
+    for mass in np.geomspace(1e-9, 1e-2, 15):
+        best = max(best, constant(np.array([[1.0], [-1.0]]), np.array([mass, 1.0 - mass]), 4.0))
+    assert 0.9 * rare_token(4.0) < best < sinkhorn_identity(oa.SinkhornAttention([[4.0]], [[1.0]]), radius=1.0).value
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_measure_that_climbs_exceeds_it(seed):
+    rng = np.random.default_rng(seed)
+    a, (n, d) = float(np.exp(rng.uniform(0.0, 1.8))), [(2, 1), (3, 1), (3, 2), (4, 2)][seed % 4]
+    bound = sinkhorn_identity(oa.SinkhornAttention(a * np.eye(d), np.eye(d)), radius=1.0).value
+
+    def loss(z):
+        w = np.exp(np.clip(z[n * d :], -30.0, 0.0))
+        return -constant(ball(z[: n * d].reshape(n, d)), w / w.sum(), a)
+
+    best = 0.0
+    for kind in ("any", "any", "rare"):
+        X, logs = rng.normal(size=(n, d)), -rng.exponential(4.0, n)
+        if kind == "rare":  # its share of itself is .4 at this mass
+            X = np.where(np.arange(n)[:, None] == 0, 1.0, -1.0) * np.eye(d)[0] + 0.02 * rng.normal(size=(n, d))
+            logs = np.where(np.arange(n) == 0, 0.15 - 4.0 * a, 0.0)
+        found = minimize(loss, np.concatenate([X.ravel(), logs]), method="Nelder-Mead", options={"maxfev": 120})
+        best = max(best, -float(found.fun))
+    assert 0.8 * bound < best <= bound
+
+
+def pair_matrix(x, y, pairs):
+    """The form of one pair, for vectors of any dimension, from its definition."""
+    d = len(x)
+    L = np.concatenate([y - pairs.tau * x, x - pairs.tau * y])
+    near = 1.0 / pairs.a + pairs.beta * np.exp(pairs.rate * np.sum((x - y) ** 2) / 2.0)
+    B = (near + pairs.kappa * (x @ y)) * np.eye(d) - pairs.kappa * np.outer(y, x)
+    return np.outer(L, L) + np.block([[np.zeros((d, d)), B], [B.T, np.zeros((d, d))]])
+
+
+@pytest.mark.parametrize("a", [0.4, 4.0, 60.0])
+def test_cells_bound_the_pairs(a):
+    rng = np.random.default_rng(int(a))
+    pairs = Pairs.choose(a)
+    most = pairs.maximum(1e-3, 10**6)
+    seen = 0.0
+    for _ in range(4000):
+        x, y = ball(rng.normal(size=(2, 3)) * rng.choice([0.3, 1.0, 9.0]))
+        y = -x * rng.uniform(0.7, 1.0) + 0.02 * rng.normal(size=3) if rng.random() < 0.3 else y
+        x, y = ball(np.array([x, y]))
+        x, y = (x, y) if np.linalg.norm(x) >= np.linalg.norm(y) else (y, x)
+        value = float(np.linalg.eigvalsh(pair_matrix(x, y, pairs))[-1]) / pairs.unit
+        r, s = np.linalg.norm(x), np.linalg.norm(y)
+        at = np.array([[r], [s], [np.arccos(np.clip(x @ y / (r * s), -1.0, 1.0))]])
+        width = np.array([[1e-7], [1e-7], [1e-6]])
+        low, high = np.maximum(at - width, 0.0), np.minimum(at + width, [[1.0], [1.0], [np.pi]])
+        assert value <= pairs.bound(low, high)[0] <= value + 1e-4
+        seen = max(seen, value)
+    assert 0.95 * most.value < seen <= most.value
+
+
+def test_a_box_of_matrices_is_below_its_bound():
+    rng = np.random.default_rng(4)
+    mid = rng.normal(size=(200, 4, 4)) * 10.0 ** rng.uniform(-6, 6, (200, 1, 1))
+    mid += np.swapaxes(mid, 1, 2)
+    mid[::5] = np.einsum("ki,kj->kij", mid[::5, 0], mid[::5, 0])
+    rad = (
+        np.abs(rng.normal(size=mid.shape))
+        * np.abs(mid).max(axis=(1, 2), keepdims=True)
+        * rng.choice([0, 1e-3], (200, 1, 1))
+    )
+    rad += np.swapaxes(rad, 1, 2)
+    bound = largest_of_boxes(mid, rad)
+    for _ in range(20):
+        sign = rng.choice([-1.0, 1.0], rad.shape)
+        inside = mid + np.tril(sign) * rad + np.swapaxes(np.tril(sign, -1), 1, 2) * rad
+        assert (np.linalg.eigvalsh(inside)[:, -1] <= bound * (1.0 + 1e-13)).all()
+    tops = np.linalg.eigvalsh(mid)[:, -1]
+    still = (rad.max(axis=(1, 2)) == 0.0) & (tops > 0.0)
+    assert (bound[still] <= tops[still] + 1e-11 * np.abs(mid[still]).max(axis=(1, 2))).all()
+
+
+def test_the_proof_holds_in_intervals_and_is_not_altered():
+    pytest.importorskip("flint")
+    V = np.array([[1.0, 2.0, 0.0], [0.5, 0.0, 1.0]])
+    for domain in (
+        oa.Ball(1.5, 3),
+        oa.Box([0.0, 5.0, -1.0], [1.0, 5.0, 1.0]),
+        oa.Ellipsoid(np.diag([2.0, 1.0, 0.1]), np.ones(3)),
+    ):
+        bound = sinkhorn_identity(oa.SinkhornAttention(2.0 * np.eye(3), V), domain=domain)
+        assert bound.verify()
+        assert bound.verify(rigorous=True)
+        assert not replace(bound, value=0.9 * bound.value).verify()
+        for key, value in bound.multipliers.items():
+            for wrong in (0.5 * value, value + 0.3, -value - 1.0, 1e300 * value, np.array([np.nan])):
+                other = replace(bound, value=0.99 * bound.value, multipliers=bound.multipliers | {key: wrong})
+                try:
+                    assert not other.verify()
+                except (ValueError, oa.CertificateError):
+                    continue
+        for target in (0.0, 1e-300, 1e300):
+            assert not replace(bound, value=0.95 * bound.value, options={"target": target}).verify()
+
+
+def test_up_to_a_quarter_nothing_is_stretched():
+    """``alpha R^2 <= 1/4``: the constant is the norm of V, exactly."""
+    bound = sinkhorn_identity(oa.SinkhornAttention(np.eye(2), [[0.0, 2.0]]), radius=0.5)
+    assert 2.0 <= bound.value <= 2.0 * (1.0 + 1e-10)
+    assert bound.verify()
+
+
+def test_where_the_domain_lies_and_its_units_change_nothing():
+    one = sinkhorn_identity(oa.SinkhornAttention(3.0 * np.eye(2), np.eye(2)), radius=1.0).value
+    there = oa.Ellipsoid(1e-3 * np.eye(2), [1e3, -5.0])
+    other = sinkhorn_identity(oa.SinkhornAttention(3e6 * np.eye(2), 1e5 * np.eye(2)), domain=there).value
+    assert other == pytest.approx(1e5 * one, rel=2e-2)
+
+
+def test_it_is_the_best_for_sinkhorn_attention():
+    attention = oa.SinkhornAttention(4.0 * np.eye(2), np.eye(2))
+    assert oa.lipschitz_upper_bound(attention, radius=1.0).theorem == "sinkhorn_identity"
+    assert oa.lipschitz_upper_bound(attention, radius=1.0, n=7).theorem == "sinkhorn_identity"
+    assert oa.lipschitz_upper_bound(attention, radius=1.0, p=3).theorem == "sinkhorn_bound"
+    assert sinkhorn_identity(oa.SinkhornAttention(np.eye(2), np.zeros((1, 2))), radius=1.0).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("attention", "given", "message"),
+    [
+        (oa.SinkhornAttention(np.diag([1.0, 1.0 + 1e-12]), np.eye(2)), {}, "alpha I with alpha > 0"),
+        (oa.SinkhornAttention(-np.eye(2), np.eye(2)), {}, "alpha I with alpha > 0"),
+        (oa.SinkhornAttention(np.eye(2), np.eye(2)), {"p": 3}, "p must be 2"),
+        (oa.SinkhornAttention(np.eye(2), np.eye(2), n_iter=3), {}, "n_iter"),
+        (oa.SoftmaxAttention(np.eye(2), np.eye(2)), {}, "SinkhornAttention"),
+        (oa.SinkhornAttention(1e13 * np.eye(2), np.eye(2)), {}, "must lie in"),
+    ],
+)
+def test_what_it_refuses(attention, given, message):
+    with pytest.raises(ValueError, match=message):
+        sinkhorn_identity(attention, radius=1.0, **given)
