@@ -53,8 +53,8 @@ POSITIVE = (0, 4, 7)
 """Of the forms below, those that are positive semidefinite."""
 NEGATIVE = (1,)
 """Negative multiples of the identity."""
-IDENTITY = (0,)
-"""Positive multiples of the identity."""
+IDENTITY = (0, 1)
+"""Multiples of the identity."""
 
 
 def form(rng, d, reach, forms=None):

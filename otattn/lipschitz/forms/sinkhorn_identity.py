@@ -1,46 +1,52 @@
 r"""Sinkhorn attention with ``A = alpha I``: its derivative is a quadratic form over pairs of tokens, and so is what bounds it.
 
-Let ``alpha > 0``, R the radius of a ball around the tokens, ``a = alpha R^2``, lengths in units of R. The potentials absorb a shift
-of the tokens, so the ball may be the centred unit ball. With weights w, the coupling is ``pi_ij = w_i w_j u_i u_j e^{a <x_i, x_j>}``,
-symmetric with marginals w, and ``P = pi / w``. Sums run over i and j.
+Let R be the radius of a ball around the tokens, ``a = |alpha| R^2``, ``o`` the sign of alpha, lengths in units of R. The
+potentials absorb a shift of the tokens, so the ball may be the centred unit ball. With weights w, the coupling is ``pi_ij = w_i
+w_j u_i u_j e^{o a <x_i, x_j>}``, symmetric with marginals w, and ``P = pi / w``. Sums run over i and j.
 
 **The derivative is self-adjoint.** In the proof of :func:`otattn.bounds.sinkhorn_bound`, Q the projection of ``L^2(pi)`` off the
 sums ``phi_i + psi_j``, the derivative J of F for V = I is
 
 .. math:: \langle\zeta, J\epsilon\rangle_w = \sum \pi_{ij} \langle\zeta_i, \epsilon_j\rangle
-          + a \sum \pi_{ij} \langle\zeta_i, x_j\rangle (Q s)_{ij}, \qquad
+          + o a \sum \pi_{ij} \langle\zeta_i, x_j\rangle (Q s)_{ij}, \qquad
           s_{ij} = \langle\epsilon_i, x_j\rangle + \langle x_i, \epsilon_j\rangle .
 
-As pi is symmetric, Q commutes with the exchange of i and j: the second sum is half of ``a <Q s^zeta, Q s^eps>``. So J is
-self-adjoint, ``<eps, J eps> = <eps, P eps> + (a/2) |Q s|^2``, and not negative, since ``e^{a <x, y>}`` is a positive kernel: its
-norm is its largest value. ``|Q s|`` is at most the distance of s from ``phi_i + phi_j`` with ``phi_i = tau <eps_i, x_i>``:
+As pi is symmetric, Q commutes with the exchange of i and j: the second sum is half of ``o a <Q s^zeta, Q s^eps>``. So J is
+self-adjoint, and ``<eps, J eps> = <eps, P eps> + o (a/2) |Q s|^2``. As ``|P| <= 1``, and ``P >= 0`` for o = 1 since ``e^{a <x,
+y>}`` is a positive kernel, its norm is at most the larger of 1 and the largest value of ``o J``. ``|Q s|`` is at most the
+distance of s from ``phi_i + phi_j`` with ``phi_i = o tau <eps_i, x_i>``:
 
-.. math:: |Qs|^2 \le \sum \pi_{ij} \bigl(\langle\epsilon_i, x_j - \tau x_i\rangle + \langle\epsilon_j, x_i - \tau x_j\rangle\bigr)^2 .
+.. math:: |Qs|^2 \le \sum \pi_{ij} \bigl(\langle\epsilon_i, x_j - o\tau x_i\rangle
+          + \langle\epsilon_j, x_i - o\tau x_j\rangle\bigr)^2 .
 
-**Positive kernels.** ``e^{a <x, y> + t |x - y|^2 / 2}`` is positive for ``t <= a``: up to factors of x and of y it is ``e^{(a - t) <x,
-y>}``. So, besides ``sum pi_ij <eps_i ^ x_i, eps_j ^ x_j>``, these are not negative:
+**Closed form.** For one pair, with ``p = y - o tau x``, ``q = x - o tau y``, let C be the largest eigenvalue of ``a L L^T + o (0,
+I; I, 0)``, ``L = (p, q)``: the mean over pi gives ``o J <= C``. Vectors ``(v, o v)`` and ``(v, -o v)`` split L into parts of
+squares ``S = (1 - tau)^2 |y + o x|^2 / 2`` and ``D = (1 + tau)^2 |y - o x|^2 / 2``, so C is the larger root of ``C^2 - 1 = a S (C
++ 1) + a D (C - 1)``; ``|y + o x|^2 + |y - o x|^2 <= 4``, so one of them is 0 at the worst: C is at most the larger of ``1 + 2 a
+(1 - tau)^2`` and ``2 a (1 + tau)^2 - 1``. With ``tau = min(1, 1/(4a))``: ``|J| <= 2 a + 1/(8a)`` for ``a >= 1/4``, and ``|J| <=
+1`` below, where the constant is ``||V||``, that of a translation.
+
+**Positive kernels.** Let ``o = 1``. ``e^{a <x, y> + t |x - y|^2 / 2}`` is positive for ``t <= a``: up to factors of x and of y it
+is ``e^{(a - t) <x, y>}``. So, besides ``sum pi_ij <eps_i ^ x_i, eps_j ^ x_j>``, these are not negative:
 
 .. math:: \sum \pi_{ij} \bigl(\langle\epsilon_i, \epsilon_j\rangle \langle x_i, x_j\rangle - \langle\epsilon_i, x_j\rangle \langle x_i,
           \epsilon_j\rangle\bigr), \qquad \sum \pi_{ij} e^{t |x_i - x_j|^2 / 2} \langle\epsilon_i, \epsilon_j\rangle .
 
-They say that far tokens which move together are rare in pi, and may be added with factors ``a kappa`` and ``a beta``, none negative.
+They say that far tokens which move together are rare in pi, and may be added with factors ``a kappa`` and ``a beta``, none
+negative.
 
-**Pairs.** If for all x, y of the unit ball and all eps, eta, with ``p = y - tau x``, ``q = x - tau y``, ``f = e^{t |x - y|^2 / 2}``,
+**Pairs.** If for all x, y of the unit ball and all eps, eta, with ``f = e^{t |x - y|^2 / 2}``,
 
 .. math:: \tfrac12 \bigl(\langle\epsilon, p\rangle + \langle\eta, q\rangle\bigr)^2 + \bigl(\tfrac1a + \beta f + \kappa \langle x,
           y\rangle\bigr) \langle\epsilon, \eta\rangle - \kappa \langle\epsilon, y\rangle \langle x, \eta\rangle
           \le \tfrac{C}{2} \bigl(|\epsilon|^2 + |\eta|^2\bigr) ,
 
 the mean over pi gives ``|J| <= a C``, and ``W_2-Lip(F) <= ||V|| a C`` for every measure, by the last step of the proof there. In
-the plane of x and y this asks that no eigenvalue of a matrix of order 4 exceed C, across it that ``|1/a + beta f + kappa <x, y>| <=
-C``. It is symmetric in x and y, so ``|y| <= |x|``: the cells are boxes of ``(|x|, |y|, angle)``.
+the plane of x and y this asks that no eigenvalue of a matrix of order 4 exceed C, across it that ``|1/a + beta f + kappa <x, y>|
+<= C``. It is symmetric in x and y, so ``|y| <= |x|``: the cells are boxes of ``(|x|, |y|, angle)``.
 
-**In closed form.** With ``phi_i = <eps_i, x_i>`` the sum is that of ``<eps_i - eps_j, x_j - x_i>^2``, at most ``8 (|eps|^2 - <eps, P
-eps>)``; with ``phi = 0`` it is at most ``4 |eps|^2``. The mean of both with ``tau = min(1, 1/(4a))`` gives ``|J| <= max(1, 2 a +
-1/2)``: up to ``a = 1/4`` the constant is ``||V||``, that of a translation.
-
-**Sharp.** A rare token at x, and all others at -x, has the constant ``max_p p + 8 a p (1-p)/(1+p)``, about ``1.373 a + 0.41``: the
-bound is at most 7 percent above.
+**Sharp.** A rare token at x, and all others at -x, has the constant ``max_p p + 8 a p (1-p)/(1+p)``, about ``1.373 a + 0.41``:
+the bound for ``o = 1`` is at most 7 percent above.
 """
 
 from __future__ import annotations
@@ -69,7 +75,7 @@ from otattn.lipschitz.theorem import prove, theorem
 from otattn.measures.domains import Domain
 
 _RANGE = 1e-6, 1e12
-"""``alpha R^2``: below it the closed form has all digits, above it nothing changes."""
+"""``|alpha| R^2``: below it the closed form has all digits, above it nothing changes."""
 _CELLS = {"fast": 300_000, "deep": 1_500_000}
 _CHUNK = 20_000
 _MOST = 20.0
@@ -194,18 +200,18 @@ def largest_of_boxes(mid: Array, rad: Array) -> Array:
 
 def _form(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
     A = attention.A
-    if A.shape[0] != A.shape[1] or np.any(A[0, 0] * np.eye(len(A)) != A) or not A[0, 0] > 0.0:
-        return "the form A must be alpha I with alpha > 0"
+    if A.shape[0] != A.shape[1] or np.any(A[0, 0] * np.eye(len(A)) != A) or not A[0, 0]:
+        return "the form A must be alpha I, alpha not zero"
     a = _size(attention, domain, False)
     if not _RANGE[0] <= a <= _RANGE[1]:
-        return f"alpha R^2 must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {a:g}"
+        return f"|alpha| R^2 must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {a:g}"
     return None
 
 
 def _size(attention: Any, domain: Domain, exact: bool) -> float:
-    """``alpha R^2``, from above."""
+    """``|alpha| R^2``, from above."""
     radius = Region.of(domain, exact=exact).radius
-    alpha = float(attention.A[0, 0])
+    alpha = abs(float(attention.A[0, 0]))
     return float(top(product(lift(alpha) if exact else alpha, radius, radius)))
 
 
@@ -219,7 +225,12 @@ def _problem(statement: Statement) -> dict[str, Any]:
     head = Head.of(attention, attention.A, attention.V, arithmetic=arithmetic_of(statement.exact))
     region = replace(Region.of(domain, exact=statement.exact), center=None)
     a = _size(attention, domain, statement.exact)
-    return {"a": a, "v": see(head, region).v, "target": number(statement.options, "target", least=0.0)}
+    return {
+        "a": a,
+        "v": see(head, region).v,
+        "positive": attention.A[0, 0] > 0.0,
+        "target": number(statement.options, "target", least=0.0),
+    }
 
 
 @dual_function("sinkhorn_identity", exact=True)
@@ -227,6 +238,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     a, v = problem["a"], problem["v"]
     if not multipliers:
         return _value(v, a, math.inf)
+    if not problem["positive"]:
+        raise ValueError("for alpha < 0 there is the closed form alone, without multipliers.")
     tau, kappa, beta, rate = (float(multiplier(multipliers, key, (1,), sign=True)[0]) for key in _NAMES)
     if max(tau, kappa, beta, rate) > _MOST or rate > a:
         raise ValueError(f"the multipliers must be at most {_MOST:g}, and rate at most alpha R^2 = {a:g}.")
@@ -237,7 +250,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
 
 def _value(v: Any, a: float, found: float) -> Any:
     """``||V||`` times the less of ``a C`` and the closed form, outward."""
-    closed = max(1.0, up(2.0 * a + 0.5)) if a > 0.25 else 1.0
+    closed = up(2.0 * a + up(0.125 / a)) if a > 0.25 else 1.0
     return product(v, min(closed, up(max(a, 1.0) * (1.0 + 1e-15) * found)))
 
 
@@ -246,8 +259,8 @@ _applies = every(sinkhorn, order_two, _form)
 
 @theorem(
     "sinkhorn_identity",
-    statement="v a C, C a maximum over pairs of tokens, at most v max(1, 2a + 1/2)",
-    hypotheses="Sinkhorn, A = alpha I with alpha > 0; any domain and n; p = 2",
+    statement="v (2a + 1/(8a)), v for a <= 1/4; for alpha > 0 v a C, C a maximum over pairs of tokens",
+    hypotheses="Sinkhorn, A = alpha I; any domain and n; p = 2",
     applies=_applies,
     closed=False,
     measures=True,
@@ -257,7 +270,7 @@ def sinkhorn_identity(
 ) -> Bound:
     """Upper bound of ``W_2-Lip(F)`` of Sinkhorn attention with ``A = alpha I``, any n and any measure, by branch and bound.
 
-    At most 7 percent above the largest local constants that are known. For ``alpha R^2 <= 1/4`` it is ``||V||``.
+    For ``|alpha| R^2 <= 1/4`` it is ``||V||``; for alpha > 0 at most 7 percent above the largest local constants that are known.
 
     Other Parameters
     ----------------
@@ -282,7 +295,7 @@ def sinkhorn_identity(
     statement = Statement(attention, domain, n, p, {"target": 0.0})
     data = _problem(statement)
     a, v, given, target, claim = data["a"], float(data["v"]), {}, 0.0, (0, "closed form", math.inf)
-    if a > 0.25:
+    if a > 0.25 and data["positive"]:
         tol = 1e-3 if effort == "deep" else 5e-3
         pairs = Pairs.choose(a)
         found = pairs.maximum(tol, _CELLS[effort])
