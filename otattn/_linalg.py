@@ -131,7 +131,12 @@ def spectral_norm_upper(M: Any) -> Any:
     if not isinstance(M, np.ndarray):
         return M.spectral_norm()
     value = spectral_norm(M)
-    return _known(value * (1.0 + 8.0 * max(M.shape, default=1) * EPS))
+    return _known(value * (1.0 + 8.0 * max(M.shape, default=1) * EPS) + lost_below(value, M.size))
+
+
+def lost_below(value: float, operations: int = 1) -> float:
+    """What so many operations may lose at a positive value near or below the normal numbers, whose digits run out there."""
+    return 2e-323 * (4 + operations) if 0.0 < value < 1e-290 else 0.0
 
 
 def norm_upper(x: Any) -> Any:
@@ -142,9 +147,7 @@ def norm_upper(x: Any) -> Any:
     if size == 0.0 or not np.isfinite(size):
         return _known(size)
     # a sum of squares overflows, or underflows, before the norm does
-    # a product below the normal numbers loses its digits
-    lost = 1e-322 if size < 1e-290 else 0.0
-    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * EPS) + lost
+    return size * float(np.linalg.norm(x / size)) * (1.0 + (x.size + 8) * EPS) + lost_below(size)
 
 
 def column_of(c: Any) -> Any:

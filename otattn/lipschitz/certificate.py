@@ -17,13 +17,13 @@ import numpy as np
 from numpy.linalg import LinAlgError
 
 from otattn import _validate as check
-from otattn._linalg import Array
+from otattn._linalg import Array, lost_below
 from otattn._tabular import plain
 from otattn.errors import CertificateError
 from otattn.lipschitz.arithmetic.balls import exact_arithmetic
 from otattn.lipschitz.arithmetic.rounding import ROUNDING, log, top
 from otattn.lipschitz.bound import Bound
-from otattn.lipschitz.theorem import Quantity, check_count
+from otattn.lipschitz.theorem import Quantity, check_count, check_dimension
 
 DualFunction = Callable[[Mapping[str, Any], Mapping[str, Array]], Any]
 Coverage = Callable[[Any, Any], "str | None"]
@@ -160,6 +160,7 @@ class Certificate(Bound):
             raise CertificateError(f"{name!r} bounds {_QUANTITIES[name]!r}, received the quantity {self.quantity!r}.")
         check_count(self.n)
         check.check_order(self.p)
+        check_dimension(self.domain, getattr(self.attention, "in_dim", None))
         if rigorous:
             self._check_exact()
         statement = Statement(self.attention, self.domain, self.n, self.p, self.options, rigorous)
@@ -238,7 +239,7 @@ def certify(
         proved = _evaluate(_DUAL_FUNCTIONS[relaxation], relaxation, data, duals)
     if not np.isfinite(proved):
         raise CertificateError(f"the multipliers of {relaxation!r} prove no finite bound (received {proved}).")
-    value = proved * (1.0 + ROUNDING)
+    value = proved * (1.0 + ROUNDING) + lost_below(proved)
     return Certificate(
         value=value,
         kind="upper",

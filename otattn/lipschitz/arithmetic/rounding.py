@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from otattn._linalg import lost_below
 from otattn.lipschitz.arithmetic.intervals import is_interval, upper
 
 MARGIN = 1e-12
@@ -64,7 +65,8 @@ def product(*factors: Any) -> Any:
         mantissa, shift = math.frexp(mantissa * part)
         exponent += power + shift
     try:
-        return max(math.ldexp(mantissa, exponent), LEAST)
+        found = max(math.ldexp(mantissa, exponent), LEAST)
+        return found + lost_below(found)
     except OverflowError:
         return math.inf
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from otattn._linalg import lost_below
 from otattn.attention import AttentionMap
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, upper
 from otattn.lipschitz.arithmetic.rounding import NOTHING, ROUNDING, least, log, log_sum, safe_exp, top, up
@@ -275,6 +276,7 @@ def outward(
     else:
         log_value += 1e-15 * abs(log_value) if math.isfinite(log_value) else 0.0
         value, log_value = up(safe_exp(log_value)) * (1.0 + ROUNDING), log_value + ROUNDING
+        value += lost_below(value)
     plain = {key: float(upper(x)) if is_interval(x) else x for key, x in details.items()}
     return Bound(
         float(value),

@@ -75,7 +75,7 @@ def test_the_derivative_is_self_adjoint_and_not_negative():
         assert local == pytest.approx(np.linalg.norm(J, 2), rel=1e-6)
 
 
-@pytest.mark.parametrize("a", [0.1, 0.3, 1.0, 25.0, 400.0])
+@pytest.mark.parametrize("a", [0.1, 1.0, 25.0, 400.0])
 def test_a_rare_token_comes_within_seven_percent(a):
     attention = oa.SinkhornAttention(a / 4.0 * np.eye(2), 3.0 * np.eye(2))
     bound = sinkhorn_identity(attention, radius=2.0)
@@ -232,6 +232,25 @@ def test_where_the_domain_lies_and_its_units_change_nothing():
     there = oa.Ellipsoid(1e-3 * np.eye(2), [1e3, -5.0])
     other = sinkhorn_identity(oa.SinkhornAttention(3e6 * np.eye(2), 1e5 * np.eye(2)), domain=there).value
     assert other == pytest.approx(1e5 * one, rel=2e-2)
+
+
+def test_values_below_the_normal_numbers():
+    """Digits run out there: with V = 5e-324 it was 3 units, and 3.18 are attained."""
+    one = sinkhorn_identity(oa.SinkhornAttention([[2.0]], [[1.0]]), radius=1.0).value
+    unit = float(np.nextafter(0.0, 1.0))
+    for V in ([[unit]], [[unit], [unit]], [[1e-320], [1.3e-320]]):
+        units = np.linalg.norm(np.array(V) / unit)
+        for a, known in ((0.2, 1.0), (2.0, one / 1.03)):
+            attention = oa.SinkhornAttention([[a]], V)
+            for bound in (sinkhorn_identity(attention, radius=1.0), oa.bounds.sinkhorn_bound(attention, radius=1.0)):
+                assert bound.value / unit >= known * units
+                assert bound.verify()
+
+
+def test_a_domain_of_another_space_proves_nothing():
+    bound = sinkhorn_identity(oa.SinkhornAttention(0.1 * np.eye(2), np.eye(2)), radius=1.0)
+    assert not replace(bound, domain=oa.Ball(1.0, 7)).verify()
+    assert not replace(bound, domain=oa.Box(-np.ones(3), np.ones(3))).verify()
 
 
 def test_it_is_the_best_for_sinkhorn_attention():
