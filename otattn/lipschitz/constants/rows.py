@@ -242,22 +242,24 @@ class JointRows:
     r"""Rows whose two parts are not added: the weights W of :mod:`otattn.lipschitz.upper.mean_field` at p = 2.
 
     In its notation, on the unit ball: ``a = ||A||``, ``v = ||V||``, ``lam_x = lambda_max(C_x)``. Let ``v a share`` be at least
-    ``||V C A||`` for every covariance C of a measure on the domain (share at most 1), so that ``|V D eps(x)| <= v d_x |eps(x)|``,
-    ``d_x = a min(lam_x, share)``. For ``excess > 0``, ``Delta = a^2 (share^2 + excess)`` and ``1 + t = 1/(1 - d_x^2/Delta)``,
+    ``||V C A||`` for every covariance C of a measure on the domain, and ``v a rank_one`` at least ``||V C A|| / tr C`` for every
+    C (both at most 1), so that ``|V D eps(x)| <= v d_x |eps(x)|``, ``d_x = a min(share, rank_one tr C_x)``: this and sigma are all
+    that is known of V but its norm. For ``excess > 0``, ``Delta = a^2 (share^2 + excess)`` and ``1 + t = 1/(1 - d_x^2/Delta)``,
 
     .. math:: |V K\epsilon(x) + V D\epsilon(x)|^2 \le (1 + t)|V K\epsilon(x)|^2 + (1 + 1/t)|V D\epsilon(x)|^2
               \le v^2 \int k(x,y)\, w_x |\epsilon(y)|^2 d\mu(y) + v^2 \Delta |\epsilon(x)|^2,
               \quad w_x = \frac{1 + |g_x|^2 \lambda_x}{1 - d_x^2/\Delta} .
 
-    Hence ``Lip^2 <= v^2 (Delta + sup_y T(y))``, ``T(y) = int k(x,y) w_x dmu(x)``. Only a row whose ``lam_x`` is near 1 pays for
+    Hence ``Lip^2 <= v^2 (Delta + sup_y T(y))``, ``T(y) = int k(x,y) w_x dmu(x)``. Only a row whose ``tr C_x`` is near 1 pays for
     both parts in full, and such a row is far from alpha.
 
     **Weights.** By the identity M1 the bound of ``log T`` needs ``E_alpha[log w_x - KL(alpha|P_x)]``. Data processing gives ``KL >=
-    kl(pbar|q)``, ``pbar = (1 + |xbar|)/2``, and ``lam_x <= U(q) = 4 q (1-q)``, for one q of each x; so ``w_x e^{-KL} <=
-    W(|g_x|^2)``,
+    kl(pbar|q)``, ``pbar = (1 + |xbar|)/2``, and ``lam_x <= tr C_x <= 1 - |m_x|^2 <= U(q) = 4 q (1-q)``, for one q of each x; so
+    ``w_x e^{-KL} <= W(|g_x|^2)``,
 
     .. math:: W(G) = \max_{0\le q\le 1} (1 + G\,U(q))\, e^{-s(q)}, \qquad
-              s(q) = kl(\bar p|q) + \log\bigl(1 - \min(U(q), share)^2 / (share^2 + excess)\bigr) .
+              s(q) = kl(\bar p|q)
+                 + \log\bigl(1 - \min(share, rank\_one\, U(q))^2 / (share^2 + excess)\bigr) .
 
     W is convex in G, a maximum of affine functions, so between 0 and the largest ``|g|^2 =: G_1`` it lies below its chord, which is
     increasing; the logarithm of the chord is concave, and Jensen's inequality gives
@@ -280,6 +282,8 @@ class JointRows:
     """At least ``sup ||V C A||`` over ``v a``, at most 1."""
     excess: float
     """``Delta / a^2 - share^2``."""
+    rank_one: float = 1.0
+    """At least ``sup ||V C A|| / tr C`` over ``v a``, at most 1."""
     places: int = _PLACES
     shares: int = _SHARES
 
@@ -305,7 +309,7 @@ class JointRows:
         low = wrap(edges[:-1])
         U = 4.0 * low * (1.0 - low)
         share = like(self.share, self.a)
-        seen = np.minimum(U, share)
+        seen = np.minimum(self.rank_one * U, share)
         split = np.log(share**2 + self.excess) - np.log((share - seen) * (share + seen) + self.excess)
         base = np.where(edges[:-1] <= p, split - kl, _NOTHING)
         return base.max(axis=1), (base + np.log1p(self.largest**2 * U)).max(axis=1)

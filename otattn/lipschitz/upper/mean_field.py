@@ -149,8 +149,8 @@ def _rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
     """The joint rows of a head."""
     if not _squares(head):
         raise ValueError(f"a and |g| must lie in [{_SQUARES[0]:g}, {_SQUARES[1]:g}], received {top(head.a):g}.")
-    share = min(1.0, top(head.sigma / (head.v * head.a)) * (1.0 + 1e-12))
-    return JointRows(head.a, head.top, share, excess, **size)
+    share, rank_one = (min(1.0, top(x / (head.v * head.a)) * (1.0 + 1e-12)) for x in (head.sigma, head.trace_sigma))
+    return JointRows(head.a, head.top, share, excess, rank_one, **size)
 
 
 def _squares(head: UnitNumbers) -> bool:
