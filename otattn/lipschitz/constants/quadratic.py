@@ -52,6 +52,20 @@ def norm_product_dual(V: Any, K: Any, s: float) -> Any:
     return 0.5 * np.maximum(0.0, lambda_max_upper(s * (V.T @ V) + (K.T @ K) / s))
 
 
+def products(V: Any, B: Any, edges: Array, *, loose: float = 1.0) -> Array:
+    """Upper bounds of ``X Y``, ``X = |V u|^2``, ``Y = |B^T u|^2``, over unit vectors u with X in each cell that ``edges`` bound.
+
+    ``s X + Y/s <= 2 dual(s)`` for every ``s > 0``, so ``X Y <= s X (2 dual(s) - s X)``: a parabola with its top at ``dual(s)/s``.
+    ``loose`` is a factor, at least 1, on the dual.
+    """
+    best: Array = np.full(edges.size - 1, np.inf)
+    for s in np.geomspace(0.05, 20.0, 61):
+        reached = norm_product_dual(V, B.T, float(s)) * loose
+        X = np.clip(reached / s, edges[:-1], edges[1:])
+        best = np.minimum(best, upper(s * X * np.maximum(0.0, 2.0 * reached - s * X)))
+    return best * (1.0 + 1e-12)
+
+
 def balanced_minimum(q1: Any, q2: Any) -> Any:
     """``min_s max_k (sqrt(s) q1_k + q2_k / sqrt(s))^2``, evaluated at a good s (any s is an upper bound)."""
     t1, t2 = top(q1.max(initial=0.0)), top(q2.max(initial=0.0))
