@@ -152,7 +152,8 @@ def joint_rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
     share, rank_one = (min(1.0, top(x / (head.v * head.a)) * (1.0 + 1e-12)) for x in (head.sigma, head.trace_sigma))
     if share < rank_one * (1.0 - 1e-9):  # covariances on the domain have less than those of rank one
         return JointRows(head.a, head.top, share, excess, np.full(VALUES.size - 1, rank_one**2 * (1.0 + 1e-15)), **size)
-    return JointRows(head.a, head.top, rank_one, excess, head.reach, **size)
+    # a direction in which V and A are largest leaves nothing to gain
+    return JointRows(head.a, head.top, rank_one, excess, head.reach if rank_one < 1.0 - 1e-9 else None, **size)
 
 
 def _squares(head: UnitNumbers) -> bool:
