@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ from otattn.attention.head import Head, check_sizes, heads_of
 from otattn.lipschitz.arithmetic.balls import BallMatrix, arithmetic_of
 from otattn.lipschitz.arithmetic.rounding import least, product, top, up
 from otattn.lipschitz.certificate import Statement
-from otattn.lipschitz.constants.quadratic import max_norm_product
+from otattn.lipschitz.constants.quadratic import max_norm_product, products
 from otattn.lipschitz.constants.regions import Region, Seen, see
+from otattn.lipschitz.constants.rows import VALUES
 from otattn.lipschitz.hypotheses import softmax
 from otattn.lipschitz.theorem import resolve_domain
 from otattn.measures import Ball, Domain, Ellipsoid, LayerNormDomain
@@ -82,6 +84,10 @@ class UnitNumbers:
     turn : float
         At most 1: for a unit u, ``<u, V x> = v R turn <w, z> + const``, ``|w| <= 1``. Below 1 on ellipsoids only, ``||V E|| / (v R)``:
         in the ball around another set, values of a small range may have a deviation that the spread of z does not bound.
+    values : ndarray (k, d), optional
+        V on the span that the head sees; on ellipsoids that keep their shape it is left out.
+    loose : float
+        What rounding may have done to norms of A and of values, a factor at least 1.
 
     In exact arithmetic the matrices are balls, the scalars intervals, and ``noise`` is 0.
     """
@@ -98,6 +104,13 @@ class UnitNumbers:
     own: Any = None
     own_shift: Any = None
     turn: Any = 1.0
+    values: Any = None
+    loose: float = 1.0
+
+    @cached_property
+    def reach(self) -> Array:
+        """Upper bounds of ``|V e|^2 |A^T e|^2 / (v a)^2`` over unit vectors e with ``|V e|^2 / v^2`` in the cells of ``VALUES``."""
+        return products(self.values / self.v, self.A / self.a, VALUES, loose=self.loose**8)
 
     @property
     def self_form(self) -> Any:
@@ -164,6 +177,8 @@ def unit_numbers(
         trace_sigma,
         math.inf if form.causal else seen.kappa,
         0.0 if exact else R * seen.bias_error + form.error * a + rounded,
+        values=form.V,
+        loose=loose,
     )
 
 

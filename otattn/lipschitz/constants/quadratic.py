@@ -20,6 +20,8 @@ from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.arithmetic.rounding import is_zero, product, top, up
 
+_SCALES = np.geomspace(0.7, 6.0, 11)
+"""Multipliers s of the products: V counts most where X is near 1. Six times as many gain one in a thousand."""
 RANK_TOL = 1e-15
 """Eigenvalues of a form, over the largest, that a search may leave out: what it finds is evaluated on the whole form."""
 
@@ -50,6 +52,20 @@ def max_norm_product(V: Any, B: Any) -> Any:
 def norm_product_dual(V: Any, K: Any, s: float) -> Any:
     """``lambda_max(s V^T V + K^T K / s) / 2``: at least ``max |V u| |K u|`` over unit vectors, for every ``s > 0``."""
     return 0.5 * np.maximum(0.0, lambda_max_upper(s * (V.T @ V) + (K.T @ K) / s))
+
+
+def products(V: Any, B: Any, edges: Array, *, loose: float = 1.0) -> Array:
+    """Upper bounds of ``X Y``, ``X = |V u|^2``, ``Y = |B^T u|^2``, over unit vectors u with X in each cell that ``edges`` bound.
+
+    ``s X + Y/s <= 2 dual(s)`` for every ``s > 0``, so ``X Y <= s X (2 dual(s) - s X)``: a parabola with its top at ``dual(s)/s``.
+    ``loose`` is a factor, at least 1, on the dual.
+    """
+    best: Array = np.full(edges.size - 1, np.inf)
+    for s in _SCALES:
+        reached = norm_product_dual(V, B.T, float(s)) * loose
+        X = np.clip(reached / s, edges[:-1], edges[1:])
+        best = np.minimum(best, upper(s * X * np.maximum(0.0, 2.0 * reached - s * X)))
+    return best * (1.0 + 1e-12)
 
 
 def balanced_minimum(q1: Any, q2: Any) -> Any:

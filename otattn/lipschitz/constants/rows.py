@@ -235,29 +235,41 @@ _EXCESS = 1e-3, 1e6
 """Below, a difference of squares loses its digits; above, nothing is gained."""
 _NOTHING = -1e6
 """Logarithm of the weight of a cell that is left out."""
+VALUES = 1.0 - (1.0 - np.arange(65) / 64.0) ** 2
+"""Edges of the cells of ``X = |V e|^2 / v^2``, denser near 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class JointRows:
     r"""Rows whose two parts are not added: the weights W of :mod:`otattn.lipschitz.upper.mean_field` at p = 2.
 
-    In its notation, on the unit ball: ``a = ||A||``, ``v = ||V||``, ``lam_x = lambda_max(C_x)``. Let ``v a share`` be at least
-    ``||V C A||`` for every covariance C of a measure on the domain (share at most 1), so that ``|V D eps(x)| <= v d_x |eps(x)|``,
-    ``d_x = a min(lam_x, share)``. For ``excess > 0``, ``Delta = a^2 (share^2 + excess)`` and ``1 + t = 1/(1 - d_x^2/Delta)``,
+    In its notation, on the unit ball: ``a = ||A||``, ``v = ||V||``. Let ``v a share`` be at least ``||V C A||`` for every covariance
+    C of a measure on the domain (share at most 1). For ``excess > 0`` let ``Delta = a^2 (share^2 + excess)``. For a unit vector u,
+    with ``w = V^T u / v``, ``d = |A^T C_x w|`` and ``1 + t = 1/(1 - d^2/Delta)``,
 
-    .. math:: |V K\epsilon(x) + V D\epsilon(x)|^2 \le (1 + t)|V K\epsilon(x)|^2 + (1 + 1/t)|V D\epsilon(x)|^2
+    .. math:: \langle u, V K\epsilon(x) + V D\epsilon(x)\rangle^2
+              \le (1 + t)\langle u, V K\epsilon(x)\rangle^2 + (1 + 1/t)\langle u, V D\epsilon(x)\rangle^2
               \le v^2 \int k(x,y)\, w_x |\epsilon(y)|^2 d\mu(y) + v^2 \Delta |\epsilon(x)|^2,
-              \quad w_x = \frac{1 + |g_x|^2 \lambda_x}{1 - d_x^2/\Delta} .
+              \quad w_x = \max_u \frac{|w|^2 + |g_x|^2 w^T C_x w}{1 - d^2/\Delta} .
 
-    Hence ``Lip^2 <= v^2 (Delta + sup_y T(y))``, ``T(y) = int k(x,y) w_x dmu(x)``. Only a row whose ``lam_x`` is near 1 pays for
+    **Values.** For fixed w and ``tr C_x <= U`` a quotient is at most L where ``|w|^2 + |g_x|^2 w^T C w + L |A^T C w|^2/Delta <= L``,
+    whose left side is convex in C: the largest quotient is that of some ``C = U e e^T``, e a unit vector. With ``X = |V e|^2/v^2``,
+    ``Y = |A^T e|^2/a^2``, in which V and A share one direction,
+
+    .. math:: w_x \le \max_e \frac{1 + |g_x|^2 U X}{1 - U^2 X Y / (share^2 + excess)} .
+
+    ``reach`` bounds ``X Y`` on cells of X (:func:`otattn.lipschitz.constants.quadratic.products`). Where share is below ``sup ||V C
+    A||/(v a tr C)``, C is none of the domain's, and reach is that number squared, as ``d <= a min(share, U reach^{1/2})``.
+
+    Hence ``Lip^2 <= v^2 (Delta + sup_y T(y))``, ``T(y) = int k(x,y) w_x dmu(x)``. Only a row whose ``tr C_x`` is near 1 pays for
     both parts in full, and such a row is far from alpha.
 
     **Weights.** By the identity M1 the bound of ``log T`` needs ``E_alpha[log w_x - KL(alpha|P_x)]``. Data processing gives ``KL >=
-    kl(pbar|q)``, ``pbar = (1 + |xbar|)/2``, and ``lam_x <= U(q) = 4 q (1-q)``, for one q of each x; so ``w_x e^{-KL} <=
-    W(|g_x|^2)``,
+    kl(pbar|q)``, ``pbar = (1 + |xbar|)/2``, and ``tr C_x <= 1 - |m_x|^2 <= U(q) = 4 q (1-q)``, for one q of each x; so ``w_x
+    e^{-KL} <= W(|g_x|^2)``,
 
-    .. math:: W(G) = \max_{0\le q\le 1} (1 + G\,U(q))\, e^{-s(q)}, \qquad
-              s(q) = kl(\bar p|q) + \log\bigl(1 - \min(U(q), share)^2 / (share^2 + excess)\bigr) .
+    .. math:: W(G) = \max_{0\le q\le 1,\; e} (1 + G\,U(q)\,X)\, e^{-s(q)}, \qquad
+              s(q) = kl(\bar p|q) + \log\bigl(1 - \min(share^2, U(q)^2 X Y) / (share^2 + excess)\bigr) .
 
     W is convex in G, a maximum of affine functions, so between 0 and the largest ``|g|^2 =: G_1`` it lies below its chord, which is
     increasing; the logarithm of the chord is concave, and Jensen's inequality gives
@@ -280,6 +292,8 @@ class JointRows:
     """At least ``sup ||V C A||`` over ``v a``, at most 1."""
     excess: float
     """``Delta / a^2 - share^2``."""
+    reach: Array | None = None
+    """Upper bounds of ``X Y`` on the cells of X that ``VALUES`` bound; by default 1."""
     places: int = _PLACES
     shares: int = _SHARES
 
@@ -302,13 +316,18 @@ class JointRows:
         q = np.minimum(edges[1:], p)
         rest = np.where(p < 1.0, 1.0 - q, 1.0)
         kl = xlogy(wrap(p), wrap(p) / wrap(q)) + xlogy(wrap(1.0 - p), wrap(1.0 - p) / wrap(rest))
-        low = wrap(edges[:-1])
-        U = 4.0 * low * (1.0 - low)
-        share = like(self.share, self.a)
-        seen = np.minimum(U, share)
-        split = np.log(share**2 + self.excess) - np.log((share - seen) * (share + seen) + self.excess)
-        base = np.where(edges[:-1] <= p, split - kl, _NOTHING)
-        return base.max(axis=1), (base + np.log1p(self.largest**2 * U)).max(axis=1)
+        at = wrap(edges[:-1])
+        weights = self.row(4.0 * at * (1.0 - at))
+        low, high = (np.where(edges[:-1] <= p, weight - kl, _NOTHING).max(axis=1) for weight in weights)
+        return low, high
+
+    def row(self, U: Any) -> tuple[Any, Any]:
+        """The logarithm of the largest weight of a row with ``tr C_x <= U``, for ``|g_x|^2`` of 0 and of ``G_1``."""
+        square = like(self.share, self.a) ** 2
+        most, X = (np.ones(1), np.ones(1)) if self.reach is None else (self.reach, VALUES[1:])
+        seen = np.minimum(square, U[:, None] ** 2 * most)
+        split = np.log(square + self.excess) - np.log(np.maximum(square - seen, 0.0) + self.excess)
+        return split.max(axis=1), (split + np.log1p(self.largest**2 * U[:, None] * X)).max(axis=1)
 
     def log_weight(self, least_r: Array, Gam: Any) -> Any:
         """The bound of ``E_alpha[log w - KL]`` for ``|xbar|`` at least this, and this ``Gam``."""

@@ -52,7 +52,7 @@ from otattn.lipschitz.certificate import Statement, certify, dual_function, mult
 from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import CellBound, Maximum, maximise, proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of
-from otattn.lipschitz.constants.rows import JointRows
+from otattn.lipschitz.constants.rows import VALUES, JointRows
 from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit
 from otattn.lipschitz.hypotheses import any_measure, every, softmax
 from otattn.lipschitz.theorem import theorem
@@ -145,12 +145,15 @@ def entropy_cells(
     return (entropy_bound(field, *_orders(p)) if rows is None else joint_bound(field, rows)), field.boxes(24)
 
 
-def _rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
+def joint_rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
     """The joint rows of a head."""
     if not _squares(head):
         raise ValueError(f"a and |g| must lie in [{_SQUARES[0]:g}, {_SQUARES[1]:g}], received {top(head.a):g}.")
-    share = min(1.0, top(head.sigma / (head.v * head.a)) * (1.0 + 1e-12))
-    return JointRows(head.a, head.top, share, excess, **size)
+    share, rank_one = (min(1.0, top(x / (head.v * head.a)) * (1.0 + 1e-12)) for x in (head.sigma, head.trace_sigma))
+    if share < rank_one * (1.0 - 1e-9):  # covariances on the domain have less than those of rank one
+        return JointRows(head.a, head.top, share, excess, np.full(VALUES.size - 1, rank_one**2 * (1.0 + 1e-15)), **size)
+    # a direction in which V and A are largest leaves nothing to gain
+    return JointRows(head.a, head.top, rank_one, excess, head.reach if rank_one < 1.0 - 1e-9 else None, **size)
 
 
 def _squares(head: UnitNumbers) -> bool:
@@ -166,11 +169,11 @@ def _joint(head: UnitNumbers, p: float, family: SelfLogit) -> JointRows | None:
     points = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 33))).reshape(2, -1)
 
     def loss(t: float) -> float:
-        rows = _rows(head, math.exp(t), places=32, shares=128)
+        rows = joint_rows(head, math.exp(t), places=32, shares=128)
         return float(rows.log_square(float(np.max(joint_bound(field, rows)(points, points)))))
 
     best = minimize_scalar(loss, bounds=(-5.0, 8.0), method="bounded", options={"xatol": 0.05})
-    return _rows(head, math.exp(float(best.x)))
+    return joint_rows(head, math.exp(float(best.x)))
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     if problem["branch"] == "joint":
         if p != 2.0:
             raise ValueError(f"p must be 2 for joint rows, received {p:g}.")
-        rows = _rows(head, float(multiplier(multipliers, "excess", (1,), positive=True)[0]))
+        rows = joint_rows(head, float(multiplier(multipliers, "excess", (1,), positive=True)[0]))
     bound, cover = entropy_cells(head, p, multipliers, rows)
     value = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
     return safe_exp(log_bound(head, p, lift(value) if head.exact else value, rows))

@@ -11,11 +11,11 @@ from scipy.special import xlogy
 from otattn.attention import SoftmaxAttention
 from otattn.lipschitz import Bound
 from otattn.lipschitz.constants.heads import unit_numbers
-from otattn.lipschitz.constants.rows import JointRows
+from otattn.lipschitz.constants.rows import VALUES, JointRows
 from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit, least_stretch
 from otattn.lipschitz.lower.best import lipschitz_lower_bound
 from otattn.lipschitz.relaxations import mean_field as mean_field_of_the_package
-from otattn.lipschitz.upper.mean_field import entropy_bound, heavy_share, joint_bound, mean_field
+from otattn.lipschitz.upper.mean_field import entropy_bound, heavy_share, joint_bound, joint_rows, mean_field
 from otattn.measures import Ball, Ellipsoid
 
 GRID = np.linspace(0.0, 1.0, 20_001)[1:-1]
@@ -131,6 +131,82 @@ def test_joint_rows_on_random_measures():
             assert (log_T <= bound + 1e-9).all()
             tight = max(tight, float((log_T - bound).max()))
     assert tight > -0.5
+
+
+def test_rows_see_values_and_gradients_in_one_direction():
+    """Quotients of covariances of every rank, those of rank one climbed, against the largest weight of a row."""
+    rng = np.random.default_rng(3)
+    tight = 0.0
+    for trial in range(24):
+        d, k = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+        A, V = rng.normal(size=(d, d)), rng.normal(size=(k, d))
+        if trial % 4 == 0:
+            V = V[:1]
+        if trial % 5 == 0:
+            A = np.outer(A[0], A[-1])
+        A *= np.exp(rng.uniform(-1.0, 2.5)) / np.linalg.norm(A, 2)
+        head = unit_numbers(SoftmaxAttention(A, V), 1.0)
+        rows = joint_rows(head, rng.choice([0.05, 0.5, 3.0]))
+        assert (rows.reach is None) == (rows.share > 1 - 1e-9)
+        v, a, W = float(head.v), float(head.a), V / float(head.v)
+        Delta = a**2 * (rows.share**2 + rows.excess)
+
+        def quotient(C, directions, W=W, A=A, a=a, Delta=Delta):
+            w = directions @ W
+            moved = w @ C
+            size = ((w**2).sum(axis=-1) + a**2 * (moved * w).sum(axis=-1)) / (
+                1 - ((moved @ A) ** 2).sum(axis=-1) / Delta
+            )
+            return float(size.max())
+
+        u = rng.normal(size=(64, k if trial % 4 else 1))
+        u /= np.linalg.norm(u, axis=1, keepdims=True)
+        u = np.concatenate([u, np.linalg.svd(V)[0].T])
+        for U in (0.1, 0.6, 1.0):
+            most = float(np.exp(rows.row(np.array([U]))[1][0]))
+            worst = 0.0
+            e = np.concatenate([rng.normal(size=(40, d)), np.linalg.svd(V)[2], np.linalg.svd(A)[0].T])
+            for step in range(6):
+                e /= np.linalg.norm(e, axis=1, keepdims=True)
+                # for C = U e e^T the best u is V e
+                found = [
+                    quotient(U * np.outer(x, x), np.concatenate([u, [W @ x / max(np.linalg.norm(W @ x), 1e-12)]]))
+                    for x in e
+                ]
+                worst = max(worst, *found)
+                e = np.concatenate(
+                    [e[[np.argmax(found)]], e[np.argmax(found)] + 0.3 / 2**step * rng.normal(size=(40, d))]
+                )
+            for _ in range(20):
+                B = rng.normal(size=(d, int(rng.integers(1, d + 1)))) * rng.choice([0.1, 1.0], (d, 1))
+                worst = max(worst, quotient(U * (B @ B.T) / (B**2).sum(), u))
+            assert worst <= most * (1 + 1e-12)
+            tight = max(tight, worst / most)
+            # never above what the norm of V and sigma alone say
+            alone = (1 + a**2 * U) / (1 - min(1.0, U) ** 2 * rows.share**2 / (rows.share**2 + rows.excess))
+            assert most <= alone * (1 + 1e-9)
+        reached = ((e @ W.T) ** 2).sum(axis=1), ((e @ A) ** 2).sum(axis=1) / a**2
+        norms = (e**2).sum(axis=1)
+        X, Y = (x / norms for x in reached)
+        cell = np.clip(np.searchsorted(VALUES, X, side="right") - 1, 0, VALUES.size - 2)
+        assert (head.reach[cell] + 1e-12 >= X * Y).all()
+        assert v > 0
+    assert tight > 0.98
+
+
+def test_values_that_look_elsewhere_help():
+    """V that sees well what A^T does not: a smaller weight than by the norm of V and sigma alone; the exact recheck agrees."""
+    A, V = np.diag([1.0, 0.2, 0.1]), np.diag([0.3, 1.0, 0.2])
+    attention = SoftmaxAttention(A @ np.roll(np.eye(3), 1, axis=0), V)
+    bound = mean_field(attention, radius=1.0)
+    head = unit_numbers(attention, 1.0)
+    assert bound.options["branch"] == "joint"
+    assert bound.verify(rigorous=True)
+    alone = replace(joint_rows(head, float(bound.multipliers["excess"][0])), reach=np.full(VALUES.size - 1, 1.0))
+    field = Barycentre.of(head, SelfLogit.of(head, bound.multipliers))
+    at = np.array([[0.5], [0.7]])
+    assert joint_bound(field, alone)(at, at) > joint_bound(field, joint_rows(head, alone.excess))(at, at) + 0.02
+    assert climb(attention, None, 1.0, np.random.default_rng(4), batch=12, steps=25) <= bound.value
 
 
 def test_joint_rows_win_on_small_forms():
