@@ -110,9 +110,10 @@ class Columns(Rows):
         apart = apart + crowd
         moves = np.where(np.asarray(upper(apart)) < np.asarray(upper(bound)), upper(others), upper(moves))
         value = np.where(box.p.hi < _NEAR_ONE, np.minimum(value, apart), value)
-        for own, share in ((False, box.p), (True, box.q)):
-            bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
-            value = np.where((share.lo > 0.5) & smooth, np.minimum(value, bound), value)
+        caps = [(share.lo > 0.5, self.capped(box, at, own=own)) for own, share in ((False, box.p), (True, box.q))]
+        for where, cap in (*caps, (self.largest(box) < 1, self.evened(box, at))):
+            bound, _ = self.by_middle(box, at, tilt, *cap)
+            value = np.where(where & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
@@ -136,8 +137,9 @@ class Columns(Rows):
             down = np.asarray(upper(self.loss_slope(box, reach, tilt, trial).hi)) <= 0
             above, over = np.where(down, trial, above), np.where(down, over, trial)
         # no loss is below the least, and one that brings Gamma just to the cap may be the best
-        some = (np.asarray(lower(box.p.lo)) > 0.5) | (np.asarray(lower(box.q.lo)) > 0.5)
-        crossing = reach.hi - (self.a * box.h.lo) ** 2 * self.cap(box).lo
+        cap = self.cap(box).lo
+        some = np.asarray(lower(cap)) < 1
+        crossing = reach.hi - (self.a * box.h.lo) ** 2 * cap
         last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
         last = np.clip(last, below, high)
         return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
@@ -255,7 +257,7 @@ class Columns(Rows):
         return self.at_corner(at, np.maximum(value, 0.0), tilt) + total.sum(axis=0), total
 
     def own(self, r: tuple[Array, Array], q: tuple[Array, Array]) -> Array:
-        """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) (b lambda_j)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""
+        """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) min(b tr C_j, a |C_j|)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""
         a, n = self.a, self.n
         (r0, r1), (q0, q1) = ((self.wrap(x[0]), self.wrap(x[1])) for x in (r, q))
         slack = self.slack
@@ -273,9 +275,11 @@ class Columns(Rows):
         keep = keep & (a * r1 + slack >= E)
         spread = 1 - q0 * (1 - self.square(r1)) - mean**2
         spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)
+        most = self.spread(r, (np.log(q[0]), np.log(q[1])))
         by = 1 + self.omega * a * r1**2
-        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread / by, q1) * by
-        return np.asarray(upper(np.where(keep, value + (1 + 1 / self.t(r1)) * (self.b * spread) ** 2, 0.0)))
+        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * np.minimum(spread, most) / by, q1) * by
+        moved = np.minimum(self.b * spread, a * most)
+        return np.asarray(upper(np.where(keep, value + (1 + 1 / self.t(r1)) * moved**2, 0.0)))
 
     def own_table(self, cells: int) -> Array:
         """The largest :meth:`own` on each of ``cells`` equal cells of r."""
