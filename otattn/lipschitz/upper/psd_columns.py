@@ -72,29 +72,30 @@ class Columns(Rows):
         power = base ** (self.wrap(g) - 1.0) if self.exact else base ** (g - 1)
         return -(self.wrap(t0) * g) * power
 
-    def variance(self, gamma: Any, h: Any, most: Any = 1.0) -> Any:
-        """``Gamma / (a h)^2``, at most one."""
-        return np.minimum(gamma / np.maximum((self.a * h) ** 2, 1e-300), most)
-
     def raised(self, x: Any) -> Any:
         """The power of a variance."""
-        if self.power == 0:
-            return np.ones_like(x)
-        return x ** self.wrap(self.power) if self.exact else x**self.power
+        return x ** self.wrap(self.power) if self.power else np.ones_like(x)
 
     def split_slopes(self, gamma: Range, h: Range) -> tuple[Range, Range]:
         """Slopes of ``log(1 + t)`` in Gamma and in h, for ``Gamma`` and h in these ranges."""
         most, least = self.variance(np.maximum(gamma.hi, 0.0), h.lo), self.variance(np.maximum(gamma.lo, 0.0), h.hi)
         high, low = self.t(h.lo) * self.raised(most), self.t(h.hi) * self.raised(least)
-        drop = Range(self._t_slope(h.lo) * self.raised(most) / (1 + low), self._t_slope(h.hi) * self.raised(least) / (1 + high))
+        drop = Range(
+            self._t_slope(h.lo) * self.raised(most) / (1 + low), self._t_slope(h.hi) * self.raised(least) / (1 + high)
+        )
         if self.power == 0:
             return Range.of(np.zeros_like(drop.lo)), drop
         # power >= 1: a power of the variance one less is increasing
-        inner = [self.wrap(self.power) * self.t(y) * x ** (self.wrap(self.power) - 1.0) for y, x in ((h.hi, least), (h.lo, most))]
+        inner = [
+            self.wrap(self.power) * self.t(y) * x ** (self.wrap(self.power) - 1.0)
+            for y, x in ((h.hi, least), (h.lo, most))
+        ]
         scale = [np.maximum((self.a * y) ** 2, 1e-300) for y in (h.hi, h.lo)]
         in_gamma = Range(inner[0] / scale[0] / (1 + high), inner[1] / scale[1] / (1 + low))
         share = Range(low / (1 + low), high / (1 + high))
-        return in_gamma, drop - share * Range(1 / np.maximum(h.hi, _NEAR_ZERO), 1 / np.maximum(h.lo, _NEAR_ZERO)) * (2 * self.power)
+        return in_gamma, drop - share * Range(1 / np.maximum(h.hi, _NEAR_ZERO), 1 / np.maximum(h.lo, _NEAR_ZERO)) * (
+            2 * self.power
+        )
 
     def row_weight(self, p: Any, gamma: Any, most: Any = None) -> Any:
         """``c(p, Gamma)``, outward; for an interval ``[p, most]`` its largest value."""
@@ -172,11 +173,7 @@ class Columns(Rows):
         return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
 
     def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array, end: Array) -> Range:
-        """Bounds of the derivative of the term in the loss, on boxes: from above if ``end >= loss`` and else from below, for every
-        loss between.
-
-        All decreases but the part of the split, whose logarithm may not be concave.
-        """
+        """The derivative of the term in the loss, on boxes; for all losses up to the end in the split, which may not be concave."""
         between = Range(self.wrap(np.minimum(loss, end)), self.wrap(np.maximum(loss, end)))
         split, _ = self.split_slopes(self.gamma(reach, replace(box, loss=between)), box.h)
         box = replace(box, loss=Range.of(self.wrap(loss)))

@@ -16,7 +16,7 @@ import numpy as np
 from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
-from otattn.lipschitz.upper.psd_spread import Spread, spread_of
+from otattn.lipschitz.constants.row_spread import Spread, spread_of
 
 SLACK = 1e-10
 """Relative slack of the conditions under which a box is called empty."""
@@ -286,6 +286,10 @@ class Rows:
         )
         most = self.largest(box)
         return Range(*(np.minimum(np.minimum(*x), most) for x in (low, high)))
+
+    def variance(self, gamma: Any, h: Any) -> Any:
+        """``Gamma / (a h)^2``, at most one."""
+        return np.minimum(gamma / np.maximum((self.a * h) ** 2, 1e-300), 1.0)
 
     def largest(self, box: Box) -> Array:
         """The largest variance in one direction, one number a box."""

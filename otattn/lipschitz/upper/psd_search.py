@@ -266,7 +266,7 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
         if found.fun < best[0]:
             best = (float(found.fun), found.x, power)
     columns = columns_at(*best[1:])
-    edges = np.linspace(0.0, 1.0, 13 if deep else 9)
+    edges = np.linspace(0.0, 1.0, 25 if deep else 9)
     nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
     rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
     starts_at = [memory[k] for k in nearest]

@@ -13,15 +13,16 @@ is at most the second moment about any point: for every m,
 .. math:: Var_{P_i}\langle u, x\rangle \le f(\psi) = q (c A_i + s B_i)^2 + \sum_{k \ne i} P_{ik} (c A(\xi_k) + s B(\xi_k))^2 ,
           \qquad A(\xi) = |\xi - m|, \quad B(\xi) = \sqrt{1 - \xi^2} ,
 
-``A_i`` and ``B_i^2`` the largest ``|xi_i - m|`` and ``z(h) - xi_i^2``, where ``h <= xi_i <= min(1, h sqrt(stretch))``. For every
+``A_i`` the largest ``|xi_i - m|``, ``h <= xi_i <= min(1, h sqrt(stretch))``; ``B_i^2 = z(h) - h^2``, ``z(h) >= |x_i|^2``. For every
 ``eta >= 0``, as the others have the mass ``1 - q``,
 
 .. math:: f(\psi) \le q (c A_i + s B_i)^2 + \eta (1 - q) + (n - 1)\, q \max_\xi w(\xi) \bigl[(c A(\xi) + s B(\xi))^2 - \eta\bigr]_+ ,
 
-which is affine in q. And ``f(psi)`` is a positive semidefinite form in ``(c, s)``, so ``mid + rho cos 2 (psi - psi*)`` with ``mid >=
-rho >= 0``, psi* between 0 and ``pi/2`` since A and B are not negative: at an angle within ``step/2`` of psi* it is at least ``mid +
-rho cos(step) >= (mid + rho) cos^2(step/2)``. The largest value at the angles ``0, step, ..., pi/2`` over ``cos^2(step/2)`` bounds the
-variance in every direction, the largest eigenvalue of ``C_i``. The points m and the numbers eta may be any.
+which is affine in q. For a fixed e the variance is a positive semidefinite form in ``(c, s)``, so ``mid + rho cos 2 (psi - psi*)``
+with ``mid >= rho >= 0``; psi* lies between 0 and ``pi/2`` if the sign of e makes its covariance with xi not negative. At an angle
+within ``step/2`` of psi* it is at least ``mid + rho cos(step) >= (mid + rho) cos^2(step/2)``. So the largest of the bounds at the
+angles ``0, step, ..., pi/2``, over ``cos^2(step/2)``, bounds the variance in every direction, the largest eigenvalue of ``C_i``. The
+points m and the numbers eta may be any, others at each angle.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, lower, upper
 from otattn.lipschitz.arithmetic.rounding import top
 
 _H, _Q, _XI, _ANGLES = 64, 64, 192, 17
@@ -49,7 +50,7 @@ _ROUNDED = 1e-11
 
 
 class Spread:
-    """The largest variance on ranges of ``(h, log q)``, from a table.
+    """The largest variance on ranges of ``(h, log q)``, from a table; one for h below one half, where the trace says no less.
 
     Parameters
     ----------
@@ -72,23 +73,25 @@ class Spread:
         levels = [table]
         for k in range(_LEVELS):
             wide = np.pad(levels[-1], (0, 2**k), mode="edge")
-            # the windows of 1, 2, 4, ... cells and one more: every range of so many cells lies in one
-            shifts = [(i, j) for i in ((0, 1) if k == 0 else (0, 2 ** (k - 1))) for j in ((0, 1) if k == 0 else (0, 2 ** (k - 1)))]
-            levels.append(np.max([wide[i : i + _H, j : j + _Q] for i, j in shifts], axis=0))
+            # windows of 2, 3, 5, 9 cells: they hold the ranges from a cell to the 1st, 2nd, 4th, 8th beyond it
+            shift = 2 ** max(k - 1, 0)
+            parts = [wide[i : i + _H, j : j + _Q] for i in (0, shift) for j in (0, shift)]
+            levels.append(np.max(parts, axis=0))
         self.levels = np.array([*levels, np.ones_like(table)])
 
     def __call__(self, h: tuple[Array, Array], lq: tuple[Array, Array]) -> Array:
         """Upper bound for every row with ``h`` and ``log q`` in these ranges."""
         x = [np.clip(2.0 * v - 1.0, 0.0, 1.0) * _H for v in h]
         y = [np.clip(1.0 - v / self.least, 0.0, 1.0) * _Q for v in lq]
-        # outward by far more than the rounding of the index
-        (i0, i1), (j0, j1) = (
-            (np.clip(np.floor(v[0] - 1e-9), 0, size - 1).astype(int), np.clip(np.floor(v[1] + 1e-9), 0, size - 1).astype(int))
-            for v, size in ((x, _H), (y, _Q))
-        )
+        (i0, i1), (j0, j1) = _cells(x, _H), _cells(y, _Q)
         span = np.maximum(i1 - i0, j1 - j0)
         level = np.searchsorted([0, *(2 ** np.arange(_LEVELS))], span)
         return np.where(h[0] < 0.5, 1.0, self.levels[level, i0, j0])
+
+
+def _cells(x: list[Array], size: int) -> list[Array]:
+    """First and last cell of ranges, outward by far more than the rounding of x."""
+    return [np.clip(np.floor(v), 0, size - 1).astype(int) for v in (x[0] - 1e-9, x[1] + 1e-9)]
 
 
 @lru_cache(maxsize=16)
@@ -98,7 +101,11 @@ def spread_of(a: float, stretch: float, n: int, least: float) -> Spread:
 
 
 class _Moments(NamedTuple):
-    """Second moments on the cells of h: ``weight (_H, _XI)``, the largest w; ``near``, ``far`` the ends of ``xi_i``, ``(_H,)``."""
+    """What second moments are made of, on the cells of h.
+
+    ``weight (_H, _XI)``: the largest w on the cells of xi, which have the given ``ends``. ``own``: the ends of ``xi_i (_H,)``.
+    ``own_across``: the largest ``B_i``.
+    """
 
     n: int
     exact: bool
@@ -110,7 +117,7 @@ class _Moments(NamedTuple):
     @classmethod
     def of(cls, a: Any, stretch: Any, n: int) -> _Moments:
         """From the numbers of a head."""
-        exact = not isinstance(a, float)
+        exact = is_interval(a)
         wrap: Any = lift if exact else np.asarray
         h0, h1 = (wrap(x) for x in (0.5 + 0.5 * np.arange(_H) / _H, 0.5 + 0.5 * np.arange(1, _H + 1) / _H))
         xi = np.linspace(-1.0, 1.0, _XI + 1)
@@ -158,7 +165,10 @@ class _Moments(NamedTuple):
     def choice(self, log_q: Array) -> tuple[Array, Array]:
         """A good m and eta for each angle and cell ``(_ANGLES, _H, _Q)``; nothing is proved here."""
         flat = self._replace(
-            exact=False, weight=_float(self.weight), own=tuple(map(_float, self.own)), own_across=_float(self.own_across)
+            exact=False,
+            weight=_float(self.weight),
+            own=(_float(self.own[0]), _float(self.own[1])),
+            own_across=_float(self.own_across),
         )
         q, step = np.exp(0.5 * (log_q[1:] + log_q[:-1])), 0.5 * math.pi / (_ANGLES - 1)
         about, etas, rows = np.zeros((_ANGLES, _H, _Q)), np.zeros((_ANGLES, _H, _Q)), np.arange(_H)
