@@ -84,8 +84,8 @@ H(P_i)`` with ``log Z = l_ii - log q`` and ``H(P_i) <= -p log p - q log q - rho 
 and ``lam <= 4 p (1-p)`` when p > 1/2 (``m = p x_j + (1-p) m'``, so ``|m| >= p |x_j| - (1-p)``, and the bound of the
 trace increases with ``|x_j| <= 1``), likewise for q. ``a^2 h^2`` times this bounds Gamma, increasing in ``|g|``. For
 the row j itself: p merges with q, ``1 - q`` is shared by n - 1 tokens. And ``top_i <= lam_i`` has a bound by h and q of its own,
-:mod:`otattn.lipschitz.constants.row_spread`: a row that holds much of itself and little of what is far from it is not stretched along one
-line.
+:mod:`otattn.lipschitz.constants.row_spread`: a row that holds much of itself and little of what is far from it is not
+stretched along one line.
 
 **The loss.** Gamma is at most ``reach - loss``, ``loss = a^2 h^2 (1-p) delta``, and the term of a row is concave in the loss, but
 for ``log(1 + t)``, whose slopes are bounded for all losses up to an end of their range: on a box of ``(r, h, log p, log q)`` the best
