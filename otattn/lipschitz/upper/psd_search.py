@@ -260,7 +260,7 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
     for k in range(len(starts) + deep):
         # the method stalls at kinks: begin again at the best
         first, power = (np.array(starts[k]), powers[k]) if k < len(starts) else best[1:]
-        simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
+        simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else 0.6 * steps])
         options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40, "initial_simplex": simplex}
         found = minimize(loss, first, args=(power,), method="Nelder-Mead", options=options)
         if found.fun < best[0]:
