@@ -30,7 +30,8 @@ def term(columns, many, r, h, p, q, gap, gamma):
     mu, nu, sigma, _, t, zeta, phi, s = (getattr(many, key) for key in Multipliers.names())
     left = np.maximum(phi - nu * (s - t), 0.0)
     kappa = mu - nu * t - phi + left
-    value = np.log(weight(columns, p, gamma / (1 + omega * a * h**2))) + np.log(1 + t0 * (1 - h) ** g + t1)
+    split = (t0 * (1 - h) ** g + t1) * (gamma / (a * h) ** 2) ** columns.power
+    value = np.log(weight(columns, p, gamma / (1 + omega * a * h**2))) + np.log(1 + split)
     value = value + mu * (np.log1p(-p) - np.log(p)) + (mu - 2 * kappa * sigma) * (a * h**2 + np.log(p) - np.log(q))
     value = value + (left - nu * t) * a * h**2 + kappa * a * sigma**2 * r**2
     value = value + nu * (np.log1p(zeta * gap) - np.log1p(zeta * (1 - square(columns, h))))

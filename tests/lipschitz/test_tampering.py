@@ -395,7 +395,7 @@ def test_certificates_of_searches(name: str) -> None:
         if other.verify():
             true(other)
     for key, value in bound.multipliers.items():
-        for broken in (value * math.nan, value.ravel()[:-1] if value.size > 1 else value * math.inf, "text", None):
+        for broken in (value * math.nan, value.ravel()[:-1] if value.size > 1 else value + math.inf, "text", None):
             other = replace(bound, multipliers={**bound.multipliers, key: broken})
             assert not other.verify(), key
             assert not replace(other, value=least * (1 - 1e-9)).verify(), key

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from otattn.attention import AttentionMap, L2Attention, PointwiseAttention, SoftmaxAttention
 from otattn.attention.base import Measure
 from otattn.errors import MemoryBudgetError
-from otattn.lipschitz.constants.sum_of_norms import ascend_sum_of_norms, cheap_upper, dual_upper, max_sum_of_norms
+from otattn.lipschitz.arithmetic.sum_of_norms import ascend_sum_of_norms, cheap_upper, dual_upper, max_sum_of_norms
 
 __all__ = ["max_sum_of_norms", "mixed_local"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from otattn._linalg import Array
-from otattn.lipschitz.constants.sum_of_norms import ascend_sum_of_norms
+from otattn.lipschitz.arithmetic.sum_of_norms import ascend_sum_of_norms
 from otattn.lipschitz.lower.charts import Chart, tangent
 from otattn.lipschitz.lower.problem import Problem
 from otattn.lipschitz.lower.singular import leading_direction

@@ -3,13 +3,14 @@ r"""The discrete constant of positive semidefinite forms at moderate ``||A|| R^2
 Let A be symmetric PSD, without bias, V any matrix, tokens ``|x_i| <= R = 1``, ``a = ||A||``, ``v = ||V||``. Logits
 are ``l_ik = a <y_i, y_k>`` with ``y = A^{1/2} x / sqrt(a)``, ``|y| <= |x| <= 1``. Write ``h_i = |y_i|``, ``g_i = A
 x_i``, so ``|g_i| <= a h_i``; ``P_ij``, ``m_i``, ``C_i`` for the weights, mean and covariance of row i, ``lam_i = tr
-C_i`` and ``Gamma_i = a^2 h_i^2 lam_i``, at least ``|g_i|^2 lam_i``. Then ``D f eps = V (K eps + D eps)``, ``K_i eps =
-sum_k P_ik (I + (x_k - m_i) g_i^T) eps_k``, ``|V C_i A eps_i| <= v b lam_i |eps_i|``, ``v b = max_{|u|=1} |V u| |A^T u|``.
+C_i``, ``top_i`` its largest eigenvalue and ``Gamma_i = a^2 h_i^2 top_i``, at least ``|g_i|^2 top_i``. Then ``D f eps = V (K eps
++ D eps)``, ``K_i eps = sum_k P_ik (I + (x_k - m_i) g_i^T) eps_k``, ``|V C_i A eps_i| <= v d_i |eps_i|``, ``d_i = min(b lam_i, a
+top_i)``, ``v b = max_{|u|=1} |V u| |A^T u|``.
 
 **Row.** For a unit u let ``n_k = u + <u, x_k - m_i> g_i``, so that ``<u, K_i eps> = sum_k P_ik <n_k, eps_k>``, and ``Q = I +
 (omega/a) g_i g_i^T``, ``omega >= 0``: ``<n_k, eps>^2 <= N_k^2 (eps^T Q eps)`` with ``N_k^2 = n_k^T Q^{-1} n_k``. Put ``G_i =
 Gamma_i / (1 + omega a h_i^2)``. As ``Q^{-1}`` divides by ``1 + omega |g|^2/a`` along g and the ``x_k - m_i`` are centred, ``sum_k
-P_ik N_k^2 <= 1 + G``. A single token of mass p at distance s from the mean along u has ``p s^2 + (1-p) (p s/(1-p))^2 <= lam`` and
+P_ik N_k^2 <= 1 + G``. A single token of mass p at distance s from the mean along u has ``p s^2 + (1-p) (p s/(1-p))^2 <= top`` and
 ``N_k <= 1 + |s| |g|/(1 + omega |g|^2/a)^{1/2}``, so ``p N_k^2 <= D(p) := (1 + tau) p + (1 + 1/tau) (1-p) G`` for each ``tau > 0``,
 and ``sum_k P_ik (P_ik N_k^2 / D(P_ik)) <= 1``. By Cauchy-Schwarz, for every ``eta >= 0`` and with ``e_k`` the direction of
 ``eps_k``,
@@ -22,10 +23,13 @@ since ``sum_k (P_ik N_k)^2 / c <= (1 + eta)/(1 + eta)``. A token that holds most
 far below ``p (1 + G)`` for p near 1. It increases in G, and is concave in it.
 
 **N1 (K and D do not add).** ``|K_i eps + D_i eps_i|^2 <= (1 + t_i) |K_i eps|^2 + (1 + 1/t_i) |D_i eps_i|^2``; collect
-by ``|eps_j|^2``, with ``t_i = t(h_i)`` and ``h_j = r``, so that ``f_jj <= 1 + omega a r^2``:
+by ``|eps_j|^2``, with ``t_i = t(h_i) top_i^power``, where power is 0 or from 1 to 2, and ``h_j = r``, so that ``f_jj <= 1 + omega a
+r^2``:
 
 .. math:: \|Df\|^2 \le v^2 \max_j \Bigl[ \sum_{i \ne j} (1 + t_i) c(P_{ij}, G_i) f_{ij}
-          + (1 + t_j) c(P_{jj}, G_j) f_{jj} + (1 + 1/t_j) (b \lambda_j)^2 \Bigr] .
+          + (1 + t_j) c(P_{jj}, G_j) f_{jj} + (1 + 1/t_j) d_j^2 \Bigr] .
+
+All terms increase in ``top_i``, the last one until ``a top_j = b lam_j``: rows of small variance need no split.
 
 **N2 (column sums).** Let ``S`` be the sum over ``i != j``, ``w_i f_i`` its terms, ``p_i = P_ij``, ``q_i = P_ii``, ``alpha_i = w_i
 f_i / S``, ``ybar = E_alpha y``. With H the entropy of alpha, ``log S = E_alpha[log w_i + log f_i] + H``. H is bounded in three
@@ -79,11 +83,14 @@ H(P_i)`` with ``log Z = l_ii - log q`` and ``H(P_i) <= -p log p - q log q - rho 
 
 and ``lam <= 4 p (1-p)`` when p > 1/2 (``m = p x_j + (1-p) m'``, so ``|m| >= p |x_j| - (1-p)``, and the bound of the
 trace increases with ``|x_j| <= 1``), likewise for q. ``a^2 h^2`` times this bounds Gamma, increasing in ``|g|``. For
-the row j itself: p merges with q, ``1 - q`` is shared by n - 1 tokens.
+the row j itself: p merges with q, ``1 - q`` is shared by n - 1 tokens. And ``top_i <= lam_i`` has a bound by h and q of its own,
+:mod:`otattn.lipschitz.constants.row_spread`: a row that holds much of itself and little of what is far from it is not
+stretched along one line.
 
-**The loss.** Gamma is at most ``reach - loss``, ``loss = a^2 h^2 (1-p) delta``, and the term of a row is concave in the loss: on a
-box of ``(r, h, log p, log q)`` the best losses lie where its slopes, as ranges over the box, can change sign; or where Gamma
-meets the cap ``4 a^2 h^2 p (1-p)``, or at the least loss.
+**The loss.** Gamma is at most ``reach - loss``, ``loss = a^2 h^2 (1-p) delta``, and the term of a row is concave in the loss, but
+for ``log(1 + t)``, whose slopes are bounded for all losses up to an end of their range: on a box of ``(r, h, log p, log q)`` the best
+losses lie where the slopes, as ranges over the box, can change sign; or where Gamma meets a cap, ``4 a^2 h^2 p (1-p)`` or that of
+``top``, or at the least loss.
 
 **Evaluation.** All is a function of ``(r, h, log p, log q)`` that increases in r: boxes, branch and bound. Large ``zeta`` takes
 many boxes. Weights
@@ -187,7 +194,10 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     omega = float(multiplier(multipliers, "omega", (1,), positive=True)[0])
     own = _columns_of(multipliers, cells)
     stretch, defect = _hypotheses(head)
-    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega)
+    power = float(multiplier(multipliers, "power", (1,), sign=True)[0])
+    if power != 0 and not 1 <= power <= 2:
+        raise ValueError(f"power must be 0 or from 1 to 2, received {power}.")
+    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega, power)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
     log_square = proved_below(bound, *cover, target=problem["target"], max_cells=_RECHECKED)
@@ -266,8 +276,8 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     Returns
     -------
     Certificate
-        Multipliers: the weights ``split`` (t0, g, t1), ``eta``, ``tau``, ``omega``; the cells of r (``edges``) with their ``mu``,
-        ``nu``, ``sigma``, ``xi``, ``t``, ``s``, ``zeta`` and ``phi``. A plain :class:`Bound` when A or V is zero.
+        Multipliers: the weights ``split`` (t0, g, t1), ``power``, ``eta``, ``tau``, ``omega``; the cells of r (``edges``) with their
+        ``mu``, ``nu``, ``sigma``, ``xi``, ``t``, ``s``, ``zeta`` and ``phi``. A plain :class:`Bound` when A or V is zero.
 
     Examples
     --------
@@ -301,6 +311,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
             "eta": np.array([columns.eta]),
             "tau": np.array([columns.tau]),
             "omega": np.array([columns.omega]),
+            "power": np.array([columns.power]),
             "edges": plan.edges,
             **{key: getattr(sought, key) for key in Multipliers.names()},
         },

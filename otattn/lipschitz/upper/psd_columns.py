@@ -34,17 +34,20 @@ class Columns(Rows):
     Attributes
     ----------
     split : tuple of float
-        ``t(h) = t0 (1 - h)^g + t1`` with ``t0 >= 0``, ``g >= 1``, ``t1 > 0``.
+        ``t = (t0 (1 - h)^g + t1) |C|^power`` with ``t0 >= 0``, ``g >= 1``, ``t1 > 0``.
     eta, tau : float
         ``eta >= 0`` and ``tau > 0`` of the row weights.
     omega : float
         ``omega > 0`` of the metric ``I + (omega/a) g g^T``.
+    power : float
+        0, or from 1 to 2: of the largest variance in the split.
     """
 
     split: tuple[float, float, float]
     eta: float
     tau: float
     omega: float
+    power: float = 0.0
 
     @property
     def log_least_p(self) -> float:
@@ -58,7 +61,7 @@ class Columns(Rows):
         return (self.n - 1) * least * whole * (1 + self.omega * self.a)
 
     def t(self, h: Any) -> Any:
-        """The split, decreasing in h."""
+        """The split at a variance of one, decreasing in h."""
         t0, g, t1 = self.split
         return t0 * np.maximum(1 - h, 0.0) ** g + t1
 
@@ -68,6 +71,31 @@ class Columns(Rows):
         base = np.maximum(1 - h, 0.0)
         power = base ** (self.wrap(g) - 1.0) if self.exact else base ** (g - 1)
         return -(self.wrap(t0) * g) * power
+
+    def raised(self, x: Any) -> Any:
+        """The power of a variance."""
+        return x ** self.wrap(self.power) if self.power else np.ones_like(x)
+
+    def split_slopes(self, gamma: Range, h: Range) -> tuple[Range, Range]:
+        """Slopes of ``log(1 + t)`` in Gamma and in h, for ``Gamma`` and h in these ranges."""
+        most, least = self.variance(np.maximum(gamma.hi, 0.0), h.lo), self.variance(np.maximum(gamma.lo, 0.0), h.hi)
+        high, low = self.t(h.lo) * self.raised(most), self.t(h.hi) * self.raised(least)
+        drop = Range(
+            self._t_slope(h.lo) * self.raised(most) / (1 + low), self._t_slope(h.hi) * self.raised(least) / (1 + high)
+        )
+        if self.power == 0:
+            return Range.of(np.zeros_like(drop.lo)), drop
+        # power >= 1: a power of the variance one less is increasing
+        inner = [
+            self.wrap(self.power) * self.t(y) * x ** (self.wrap(self.power) - 1.0)
+            for y, x in ((h.hi, least), (h.lo, most))
+        ]
+        scale = [np.maximum((self.a * y) ** 2, 1e-300) for y in (h.hi, h.lo)]
+        in_gamma = Range(inner[0] / scale[0] / (1 + high), inner[1] / scale[1] / (1 + low))
+        share = Range(low / (1 + low), high / (1 + high))
+        return in_gamma, drop - share * Range(1 / np.maximum(h.hi, _NEAR_ZERO), 1 / np.maximum(h.lo, _NEAR_ZERO)) * (
+            2 * self.power
+        )
 
     def row_weight(self, p: Any, gamma: Any, most: Any = None) -> Any:
         """``c(p, Gamma)``, outward; for an interval ``[p, most]`` its largest value."""
@@ -110,9 +138,10 @@ class Columns(Rows):
         apart = apart + crowd
         moves = np.where(np.asarray(upper(apart)) < np.asarray(upper(bound)), upper(others), upper(moves))
         value = np.where(box.p.hi < _NEAR_ONE, np.minimum(value, apart), value)
-        for own, share in ((False, box.p), (True, box.q)):
-            bound, _ = self.by_middle(box, at, tilt, *self.capped(box, at, own=own))
-            value = np.where((share.lo > 0.5) & smooth, np.minimum(value, bound), value)
+        caps = [(share.lo > 0.5, self.capped(box, at, own=own)) for own, share in ((False, box.p), (True, box.q))]
+        for where, cap in (*caps, (self.largest(box) < 1, self.evened(box, at))):
+            bound, _ = self.by_middle(box, at, tilt, *cap)
+            value = np.where(where & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
@@ -130,24 +159,28 @@ class Columns(Rows):
         above, over = high.copy(), low.copy()
         for _ in range(_HALVINGS):
             trial = 0.5 * (below + under)
-            up = np.asarray(lower(self.loss_slope(box, reach, tilt, trial).lo)) >= 0
+            up = np.asarray(lower(self.loss_slope(box, reach, tilt, trial, low).lo)) >= 0
             below, under = np.where(up, trial, below), np.where(up, under, trial)
             trial = 0.5 * (over + above)
-            down = np.asarray(upper(self.loss_slope(box, reach, tilt, trial).hi)) <= 0
+            down = np.asarray(upper(self.loss_slope(box, reach, tilt, trial, high).hi)) <= 0
             above, over = np.where(down, trial, above), np.where(down, over, trial)
         # no loss is below the least, and one that brings Gamma just to the cap may be the best
-        some = (np.asarray(lower(box.p.lo)) > 0.5) | (np.asarray(lower(box.q.lo)) > 0.5)
-        crossing = reach.hi - (self.a * box.h.lo) ** 2 * self.cap(box).lo
+        cap = self.cap(box).lo
+        some = np.asarray(lower(cap)) < 1
+        crossing = reach.hi - (self.a * box.h.lo) ** 2 * cap
         last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
         last = np.clip(last, below, high)
         return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
 
-    def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array) -> Range:
-        """The derivative of the term in the loss, on boxes."""
+    def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array, end: Array) -> Range:
+        """The derivative of the term in the loss, on boxes; for all losses up to the end in the split, which may not be concave."""
+        between = Range(self.wrap(np.minimum(loss, end)), self.wrap(np.maximum(loss, end)))
+        split, _ = self.split_slopes(self.gamma(reach, replace(box, loss=between)), box.h)
         box = replace(box, loss=Range.of(self.wrap(loss)))
-        to_gamma, _ = self.weight_slopes(box.p, self.thinned(self.gamma(reach, box), box))
+        gamma = self.gamma(reach, box)
+        to_gamma, _ = self.weight_slopes(box.p, self.thinned(gamma, box))
         by = self.metric(box.h)
-        return self.crowd_slope(box, tilt) - to_gamma * Range(1 / by.hi, 1 / by.lo)
+        return self.crowd_slope(box, tilt) - to_gamma * Range(1 / by.hi, 1 / by.lo) - split
 
     def crowd_slope(self, box: Box, tilt: Tilt) -> Range:
         """The derivative of ``nu log(1 + zeta gap)`` in the loss."""
@@ -185,7 +218,7 @@ class Columns(Rows):
     def at_corner(self, box: Box, gamma: Any, tilt: Tilt, most: float = math.inf) -> Any:
         """The logarithm of a term, each of its parts at its worst corner of the box.
 
-        ``gamma`` is the largest ``Gamma``, and no gap is above ``most``.
+        ``gamma`` is the largest ``Gamma`` in the metric, and no gap is above ``most``.
         """
         a, h, lp, lq = self.a, box.h, box.lp, box.lq
         logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
@@ -195,7 +228,7 @@ class Columns(Rows):
         )
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
-            + np.log1p(self.t(h.lo))
+            + np.log1p(self.t(h.lo) * self.raised(self.variance(gamma * self.metric(h).hi, h.lo)))
             + tilt.mu * np.log1p(-np.minimum(box.p.lo, 1 - 1e-16))
             + np.maximum(tilt.lean * lp.lo, tilt.lean * lp.hi)
             + logit
@@ -205,9 +238,8 @@ class Columns(Rows):
         )
 
     def term_slopes(self, box: Box, tilt: Tilt) -> Slopes:
-        """Slopes of the logarithm of a term without the row weight c."""
+        """Slopes of the logarithm of a term without the row weight c and the split."""
         h, p = box.h, box.p
-        split = Range(self._t_slope(h.lo) / (1 + self.t(h.hi)), self._t_slope(h.hi) / (1 + self.t(h.lo)))
         log_light = [tilt.lean - tilt.mu * x / np.maximum(1 - x, 1e-300) for x in (p.hi, p.lo)]
         z, pull = self.square_slope(h), tilt.nu * tilt.zeta
         short = self.shortfall(h)
@@ -217,7 +249,7 @@ class Columns(Rows):
         crowd = Range(pull * gap.lo / (1 + tilt.zeta * gap.lo), pull * gap.hi / (1 + tilt.zeta * gap.hi))
         inverse = Range(2 / np.maximum(h.hi, _NEAR_ZERO), 2 / np.maximum(h.lo, _NEAR_ZERO))
         odds = Range(p.lo / np.maximum(1 - p.lo, 1 - _NEAR_ONE), p.hi / np.maximum(1 - p.hi, 1 - _NEAR_ONE))
-        in_h = split + h * (2 * tilt.bow * self.a) + own - crowd * inverse
+        in_h = h * (2 * tilt.bow * self.a) + own - crowd * inverse
         return Slopes(in_h, Range(*log_light) + crowd * odds, Range.of(-tilt.along), self.crowd_slope(box, tilt))
 
     def weight_slopes(self, p: Range, gamma: Range) -> tuple[Range, Range]:
@@ -241,12 +273,14 @@ class Columns(Rows):
 
         ``value`` bounds ``Gamma`` at the middle, ``span`` holds that bound on the box, ``slopes`` its derivatives.
         """
-        slopes, bent = self.thinned_slopes(span, slopes, box), span.lo < 0  # Gamma is zero there: its slope may vanish
+        bent, (to_split, in_h) = span.lo < 0, self.split_slopes(span, box.h)
+        thin = self.thinned_slopes(span, slopes, box)
         value, span = value / self.metric(at.h).lo, self.thinned(span, box)
         to_gamma, to_log_p = self.weight_slopes(box.p, span)
-        moves = []
-        for axis, slope, own in zip(Slopes._fields, slopes, self.term_slopes(box, tilt), strict=True):
-            x = slope * to_gamma
+        rest, moves = self.term_slopes(box, tilt), []
+        for axis, slope, raw, own in zip(Slopes._fields, thin, slopes, rest._replace(h=rest.h + in_h), strict=True):
+            x = slope * to_gamma + raw * to_split
+            # Gamma is zero where it is bent: its slope may vanish
             x = Range(np.where(bent, np.minimum(x.lo, 0), x.lo), np.where(bent, np.maximum(x.hi, 0), x.hi)) + own
             x = x + to_log_p if axis == "lp" else x
             side, middle = getattr(box, axis), getattr(at, axis).lo
@@ -255,7 +289,7 @@ class Columns(Rows):
         return self.at_corner(at, np.maximum(value, 0.0), tilt) + total.sum(axis=0), total
 
     def own(self, r: tuple[Array, Array], q: tuple[Array, Array]) -> Array:
-        """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) (b lambda_j)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""
+        """Bound of ``(1 + t) c(q, Gamma_j) + (1 + 1/t) min(b tr C_j, a |C_j|)^2`` on cells of ``(r, q = P_jj)``, 0 where empty."""
         a, n = self.a, self.n
         (r0, r1), (q0, q1) = ((self.wrap(x[0]), self.wrap(x[1])) for x in (r, q))
         slack = self.slack
@@ -273,9 +307,14 @@ class Columns(Rows):
         keep = keep & (a * r1 + slack >= E)
         spread = 1 - q0 * (1 - self.square(r1)) - mean**2
         spread = np.clip(np.minimum(spread, np.where(q0 > 0.5, 4 * q0 * (1 - q0), 1.0)), 0.0, 1.0)
+        most = self.spread(r, (np.log(q[0]), np.log(q[1])))
         by = 1 + self.omega * a * r1**2
-        value = (1 + self.t(r0)) * self.row_weight(q0, (a * r1) ** 2 * spread / by, q1) * by
-        return np.asarray(upper(np.where(keep, value + (1 + 1 / self.t(r1)) * (self.b * spread) ** 2, 0.0)))
+        most = np.minimum(spread, most)
+        value = (1 + self.t(r0) * self.raised(most)) * self.row_weight(q0, (a * r1) ** 2 * most / by, q1) * by
+        # at most b tr C and a |C|, which the split knows
+        moved = np.minimum(self.b * spread, a * most)
+        short = self.t(r1) * self.raised(np.maximum(moved / a, 1e-100))
+        return np.asarray(upper(np.where(keep, value + (1 + 1 / short) * moved**2, 0.0)))
 
     def own_table(self, cells: int) -> Array:
         """The largest :meth:`own` on each of ``cells`` equal cells of r."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import is_interval, lift, lower, upper, xlogy
 from otattn.lipschitz.arithmetic.rounding import top
+from otattn.lipschitz.constants.row_spread import Spread, spread_of
 
 SLACK = 1e-10
 """Relative slack of the conditions under which a box is called empty."""
@@ -155,6 +157,12 @@ class Rows:
         """Above what rounding can take from ``Gamma``, a difference of terms of at most ``a^2``."""
         return 0.0 if self.exact else 1e-14 * self.a**2
 
+    @cached_property
+    def spread(self) -> Spread:
+        """The largest variances of rows in one direction."""
+        make = Spread if self.exact else spread_of
+        return make(self.a, self.stretch, self.n, self.log_least_q)
+
     def square(self, r: Any) -> Any:
         """``z(r)``, the largest ``|x|^2`` when ``|A^{1/2} x| = sqrt(a) r``."""
         return np.minimum(1.0, self.stretch * r**2) if math.isfinite(top(self.stretch)) else np.ones_like(r)
@@ -269,13 +277,31 @@ class Rows:
         return Range((self.a * box.h.lo) ** 2 * box.q.lo * short.lo, (self.a * box.h.hi) ** 2 * box.q.hi * short.hi)
 
     def cap(self, box: Box) -> Range:
-        """``lam <= 4 x (1 - x)`` where a token's share x exceeds one half, for x = p and x = q; 1 elsewhere."""
+        """The variance in one direction: ``4 x (1 - x)`` where a token's share x exceeds one half, for x = p and x = q, and
+        :attr:`spread`."""
         sure = [x.lo > 0.5 for x in (box.p, box.q)]
         low, high = (
             [np.where(more, 4 * x * (1 - x), 1.0) for more, x in zip(sure, ends, strict=True)]
             for ends in ((box.p.hi, box.q.hi), (box.p.lo, box.q.lo))
         )
-        return Range(np.minimum(*low), np.minimum(*high))
+        most = self.largest(box)
+        return Range(*(np.minimum(np.minimum(*x), most) for x in (low, high)))
+
+    def variance(self, gamma: Any, h: Any) -> Any:
+        """``Gamma / (a h)^2``, at most one."""
+        return np.minimum(gamma / np.maximum((self.a * h) ** 2, 1e-300), 1.0)
+
+    def largest(self, box: Box) -> Array:
+        """The largest variance in one direction, one number a box."""
+        h, lq = ((np.asarray(lower(x.lo)), np.asarray(upper(x.hi))) for x in (box.h, box.lq))
+        return self.spread(h, lq)
+
+    def evened(self, box: Box, at: Box) -> tuple[Any, Range, Slopes]:
+        """``a^2 h^2`` times the largest variance of each box: at points, on boxes, its slopes."""
+        most, (h0, h1), zero = self.largest(box), (box.h.lo, box.h.hi), Range.of(np.zeros_like(at.p.lo))
+        square = Range((self.a * h0) ** 2 * most, (self.a * h1) ** 2 * most)
+        in_h = Range(2 * self.a**2 * h0 * most, 2 * self.a**2 * h1 * most)
+        return (self.a * at.h.lo) ** 2 * most, square, Slopes(in_h, zero, zero, zero)
 
     def capped(self, box: Box, at: Box, *, own: bool) -> tuple[Any, Range, Slopes]:
         """``4 a^2 h^2 x (1 - x)`` for a share x above one half, q if ``own`` and p else: at points, on boxes, its slopes."""

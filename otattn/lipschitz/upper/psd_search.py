@@ -132,7 +132,8 @@ class _Values:
         self.gap, self.short = rows.gap, 1 - columns.square(h)
         self.square, self.omega = columns.a * h**2, columns.omega
         thin = 1 + columns.omega * self.square
-        self.weight = np.log(columns.row_weight(p, rows.gamma / thin)) + np.log1p(columns.t(h))
+        split = columns.t(h) * columns.raised(columns.variance(rows.gamma, h))
+        self.weight = np.log(columns.row_weight(p, rows.gamma / thin)) + np.log1p(split)
         self.logit = self.square - lq + lp
         self.odds, self.log_share = light - lp, lq - light
 
@@ -232,14 +233,13 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
     samples = [sample_rows(base, float(r), 2**13 if deep else 2**12) for r in radii]
     memory = [_START for _ in radii]
 
-    def columns_at(v: Array) -> Columns:
+    def columns_at(v: Array, power: float) -> Columns:
         v = np.clip(v, -7.0, 4.0)
-        return replace(
-            base, split=(math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])), eta=math.exp(v[3]), omega=math.exp(v[4])
-        )
+        split = math.exp(v[0]), 1 + math.exp(v[1]), math.exp(v[2])
+        return replace(base, split=split, eta=math.exp(v[3]), omega=math.exp(v[4]), power=power)
 
-    def loss(v: Array) -> float:
-        columns = columns_at(v)
+    def loss(v: Array, power: float) -> float:
+        columns = columns_at(v, power)
         own = _own(columns, radii, 200)
         worst = 0.0
         # the worst radii first: the others seldom matter
@@ -251,21 +251,22 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
 
     order = list(range(len(radii)))
     sums = np.zeros(len(radii))
-    best: tuple[float, Array] = (math.inf, np.zeros(5))
-    starts = [[0.1, 0.0, -0.9, -3.5, -1.5]]
+    best: tuple[float, Array, float] = (math.inf, np.zeros(5), 0.0)
+    starts, powers = [[0.1, 0.0, -0.9, -3.5, -1.5]], [0.0]
     if deep:
-        starts += [[0.0, 1.2, -1.8, -1.5, -1.0], [0.0, 1.6, -2.6, -1.7, -3.0]]
+        starts += [[0.0, 1.2, -1.8, -1.5, -1.0], [0.0, 1.6, -2.6, -1.7, -3.0], [-0.3, 0.0, 0.2, -1.5, -3.0]]
+        powers += [0.0, 0.0, 1.5]
     steps = np.diag([0.3, 0.5, 0.3, 1.5, 0.7])
     for k in range(len(starts) + deep):
         # the method stalls at kinks: begin again at the best
-        first = np.array(starts[k]) if k < len(starts) else best[1]
-        simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else -0.6 * steps * (-1) ** k])
+        first, power = (np.array(starts[k]), powers[k]) if k < len(starts) else best[1:]
+        simplex = first + np.vstack([np.zeros(5), steps if k < len(starts) else 0.6 * steps])
         options = {"xatol": 0.03, "fatol": 2e-3, "maxiter": 40, "initial_simplex": simplex}
-        found = minimize(loss, first, method="Nelder-Mead", options=options)
+        found = minimize(loss, first, args=(power,), method="Nelder-Mead", options=options)
         if found.fun < best[0]:
-            best = (float(found.fun), found.x)
-    columns = columns_at(best[1])
-    edges = np.linspace(0.0, 1.0, 13 if deep else 9)
+            best = (float(found.fun), found.x, power)
+    columns = columns_at(*best[1:])
+    edges = np.linspace(0.0, 1.0, 25 if deep else 9)
     nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
     rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
     starts_at = [memory[k] for k in nearest]

@@ -14,11 +14,12 @@ from otattn.lipschitz.upper.psd_rows import Range
 
 SETTINGS = [(2, 3.0, 1.0), (3, 9.0, 2.0), (8, 0.5, 30.0), (64, 25.0, np.inf)]
 each_setting = pytest.mark.parametrize(("n", "a", "stretch"), SETTINGS)
+each_power = pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
 POINTS = 12
 
 
-def columns(n, a, stretch):
-    return Columns(a, a, stretch, n, 3, (1.3, 2.5, 0.4), 0.7, 1.9, 0.2)
+def columns(n, a, stretch, power=0.0):
+    return Columns(a, a, stretch, n, 3, (1.3, 2.5, 0.4), 0.7, 1.9, 0.2, power)
 
 
 def boxes(c, rng, count=25):
@@ -158,8 +159,8 @@ def test_the_reach_and_the_losses_hold_their_values_at_points(n, a, stretch) -> 
             zip(np.exp(lo[2:].T), np.exp(lo[2:].T), strict=True),
         )
     ]
-    assert np.array_equal(c.cap(box).lo, cap[0])
-    assert np.array_equal(c.cap(box).hi, cap[1])
+    assert np.array_equal(c.cap(box).lo, np.minimum(cap[0], c.largest(box)))
+    assert np.array_equal(c.cap(box).hi, np.minimum(cap[1], c.largest(box)))
 
 
 @each_setting
@@ -172,7 +173,6 @@ def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
     middle, (E, _) = c.middle(lo, hi, box.loss), c.mean_range(plane, box)
     many = some_multipliers(rng, 6, c.omega, n)
     tilt = c.tilt(many, hi[0])
-    t0, g, t1 = c.split
     reach = c.reach(plane, box, middle, E)
     slopes = c.reach_slopes(box, E, plane)._replace(loss=Range.of(-np.ones(6)))
     in_gamma, in_term = c.thinned_slopes(c.gamma(reach, box), slopes, box), c.term_slopes(box, tilt)
@@ -195,7 +195,7 @@ def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
         def rest(h, lp, lq, loss, mu=mu, nu=nu, t=t, zeta=zeta, along=along, left=left):
             crowd = mp.log(1 + zeta * loss / ((a * h) ** 2 * (1 - mp.exp(lp)))) - mp.log(1 + zeta * short(h))
             value = mu * (mp.log(1 - mp.exp(lp)) - lp) + along * (a * h**2 + lp - lq) + (left - nu * t) * a * h**2
-            return mp.log(1 + t0 * (1 - h) ** g + t1) + value + nu * crowd
+            return value + nu * crowd
 
         for point, loss in zip(z[1:, :, k].T[:5], losses[:5, k], strict=True):
             point = [*point.tolist(), float(loss)]
@@ -221,11 +221,12 @@ def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
         assert value == pytest.approx(4 * (a * middle.h.lo) ** 2 * at * (1 - at), rel=1e-12)
 
 
+@each_power
 @each_setting
-def test_the_best_loss_lies_in_its_range(n, a, stretch) -> None:
+def test_the_best_loss_lies_in_its_range(n, a, stretch, power) -> None:
     """The largest term over all losses that a row can have is the largest over the range of its box."""
     rng = np.random.default_rng(8)
-    c = columns(n, a, stretch)
+    c = columns(n, a, stretch, power)
     lo, hi, z = boxes(c, rng, 40)
     box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
     E, _ = c.mean_range(plane, box)
@@ -238,7 +239,8 @@ def test_the_best_loss_lies_in_its_range(n, a, stretch) -> None:
     price = (a * h) ** 2 * (1 - p)
     least = (a * h) ** 2 * q * (1 - square(c, h))
     cap = np.where(p > 0.5, np.where(np.exp(lo[2]) > 0.5, 4 * p * (1 - p), 1.0), 1.0)
-    cap = np.minimum(cap, np.where(np.exp(lo[3]) > 0.5, 4 * q * (1 - q), 1.0)) * (a * h) ** 2
+    cap = np.minimum(cap, np.where(np.exp(lo[3]) > 0.5, 4 * q * (1 - q), 1.0))
+    cap = np.minimum(cap, c.largest(box)) * (a * h) ** 2
     top = np.minimum(most, price)
     possible = top >= least
 
@@ -301,10 +303,37 @@ def test_slopes_of_the_row_weight(n, a, stretch) -> None:
             assert float(np.log(c.row_weight(x, g))) == pytest.approx(float(log_c(mp.log(x), mp.mpf(g))), abs=1e-10)
 
 
+@each_power
 @each_setting
-def test_corner_and_middle_bound_the_term_at_every_point(n, a, stretch) -> None:
+def test_slopes_of_the_split(n, a, stretch, power) -> None:
+    rng = np.random.default_rng(9)
+    c = columns(n, a, stretch, power)
+    t0, g, t1 = c.split
+    h0, share = rng.uniform(0.05, 0.95, 30), rng.random(30)
+    h = Range(h0, h0 + (0.99 - h0) * 0.3 * rng.random(30))
+    gamma = Range((a * h.lo) ** 2 * share, (a * h.lo) ** 2 * (share + (1 - share) * rng.random(30)))
+    in_gamma, in_h = c.split_slopes(gamma, h)
+
+    def split(y, value):
+        return mp.log(1 + (t0 * (1 - y) ** g + t1) * (value / (a * y) ** 2) ** power)
+
+    for k in range(30):
+        for s, t in ((0, 0), (0, 1), (1, 0), (1, 1), (0.5, 0.5)):
+            point = [h.lo[k] + s * (h.hi[k] - h.lo[k]), gamma.lo[k] + t * (gamma.hi[k] - gamma.lo[k])]
+            for axis, side in ((0, in_h), (1, in_gamma)):
+                value = derivative(split, [float(x) for x in point], axis)
+                slack = 1e-10 * (1 + abs(value))
+                assert side.lo[k] - slack <= value <= side.hi[k] + slack
+    flat = c.variance(gamma.hi, h.lo)
+    assert (flat <= 1).all()
+    assert c.raised(flat) == pytest.approx(flat**power, rel=1e-12)
+
+
+@each_power
+@each_setting
+def test_corner_and_middle_bound_the_term_at_every_point(n, a, stretch, power) -> None:
     rng = np.random.default_rng(7)
-    c = columns(n, a, stretch)
+    c = columns(n, a, stretch, power)
     lo, hi, z = boxes(c, rng, 60)
     box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
     box, loss = with_losses(c, box, rng)
