@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,27 +154,28 @@ class EntropicRows:
         entropy, own, cap, root = table
         return cls(entropy, own, cap, root, np.unique(np.concatenate([x for _, x in found])))
 
-    def row(self, e: Array, one: Any, two: Any, third: Any, rem: Any, others: int) -> Array:
-        """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; ``one >= two``, the ``others`` below ``third``.
+    def row(self, e: Array, most: Sequence[Any], next_one: Any, rem: Any, others: int) -> Array:
+        """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; the largest others ``most``, in order.
 
-        The squares of the others sum to at most ``rem``. ``two`` None: there is no second norm.
+        The ``others`` are below ``next_one``, their squares sum to at most ``rem``.
         """
         kinds, which = np.unique(self.entropy, return_inverse=True)
-        floor = upper(third) if two is None else np.maximum(upper(two), upper(third))
+        one, floor = most[0], np.maximum(upper(most[1]), upper(next_one))
         rest = np.full((self.own.size, e.shape[1]), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
-            S = np.sqrt(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds))
+            S = np.sqrt(_gibbs([like(z, one), *most[1:]], next_one, rem, others, kinds))
             np.minimum(rest, upper(one - z) * self.cap[:, None] + S[which] * self.root[:, None], out=rest)
         return np.array([(x * self.own[:, None] + rest).max(axis=0) for x in e]) * (1.0 + 8.0 * EPS)
 
 
-def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Array:
+def _gibbs(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
     """Bounds ``(kinds, boxes)`` of the mean square at these least entropies, outward."""
-    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(third**2, 1e-9)
-    total = np.exp(b * first) + others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
-    if two is not None:
-        total = total + np.exp(b * two**2)
+    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(next_one**2, 1e-9)
+    first = most[0] ** 2
+    total = others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
+    for x in most:
+        total = total + np.exp(b * x**2)
     logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
     best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
     # a difference and a quotient of floats: two roundings

@@ -90,57 +90,65 @@ class Total:
 
     def _bound(self, lo: Array, hi: Array) -> Array:
         wrap: Any = lift if self.exact else np.asarray
-        (r0, t0, _), (r1, t1, x1) = ([wrap(x) for x in end] for end in (lo, hi))
-        e1, e2, rem = r1 * np.cos(t0), r1 * np.sin(t1), np.clip((1.0 - r0) * (1.0 + r0), 0.0, 1.0)
-        e3 = wrap(upper(np.minimum(np.minimum(x1, e2), np.sqrt(rem))))
-        value = self._rest(e1, e2, e3, r1, rem)
-        for own, other in ((e1, e2), (e2, e1)):
-            s = np.sqrt(other**2 + e3**2)
-            cell = self.cell(upper(own), upper(s))
-            H = self.entropic.row(upper(own)[None], other, None, e3, rem, self.n - 2)[0]
-            value = value + np.minimum(self.row(own, s, cell), wrap(H) ** 2)
+        (r0, t0, x0), (r1, t1, x1) = ([wrap(x) for x in end] for end in (lo, hi))
+        # over r: e_1, e_2, the largest e_3 and e_4, the squares of the others
+        one, two, rem = np.cos(t0), np.sin(t1), np.maximum((1.0 - r0) * (1.0 + r0), 0.0) / r0**2
+        high = wrap(upper(np.minimum(np.minimum(x1, two), np.sqrt(rem))))
+        left = np.maximum(rem - x0**2, 0.0)
+        fourth = wrap(upper(np.minimum(high, np.sqrt(left))))
+        value = self._others((one, two, high), np.minimum(lo[2], upper(high)), fourth, left, (r0, r1))
         with np.errstate(divide="ignore"):
             found = upper(np.log(value))
         # e_3 <= e_2, and it is the largest of n - 2 norms whose squares sum to 1 - r^2
-        most, least, k = 1.0 - lo[0] ** 2, 1.0 - hi[0] ** 2, self.n - 2
-        second = hi[0] * np.sin(hi[1])
-        empty = least > k * np.minimum(hi[2], second) ** 2 + 1e-12
-        if k > 1:
-            empty |= (lo[2] ** 2 > most + 1e-12) | (lo[2] > second + 1e-12)
+        most, least, second = 1.0 - lo[0] ** 2, 1.0 - hi[0] ** 2, np.sin(hi[1])
+        empty = least > (self.n - 2) * (hi[0] * np.minimum(hi[2], second)) ** 2 + 1e-12
+        empty |= ((lo[0] * lo[2]) ** 2 > most + 1e-12) | (lo[2] > second + 1e-12)
         return np.where(empty, -np.inf, found)
 
-    def _rest(self, e1: Any, e2: Any, e3: Any, r: Any, rem: Any) -> Any:
-        """The bound of the other rows with the best mu."""
+    def _others(self, largest: tuple[Any, Any, Any], low: Array, fourth: Any, left: Any, r: tuple[Any, Any]) -> Any:
+        """The bound with the best mu."""
         wrap: Any = lift if self.exact else np.asarray
-        steps = np.linspace(0.0, 1.0, _PARTS + 1)[:, None]
-        ends = upper(e3) * steps
-        H = self.entropic.row(ends, e1, e2, e3, rem, self.n - 3)
-        # the cells that a part meets, and their neighbours
-        at = np.array([self.cell(x, upper(r)) for x in ends])
-        G = self.others[np.maximum(at[:-1] - 1, 0), np.minimum(at[1:] + 1, self.rows.size - 1)]
+        one, two, three = largest
+        k = self.n - 3
+        two_rows: Any = 0.0 * one
+        for own, other in ((one, two), (two, one)):
+            s = np.sqrt(other**2 + three**2)
+            H = self.entropic.row(upper(own)[None], (other, three), fourth, left, k)[0]
+            two_rows = two_rows + np.minimum(self.row(own, s, self.cell(upper(own), upper(s))), wrap(H) ** 2)
+        third = np.stack([low, upper(three)])
+        parts = [(1, third, self.entropic.row(third, (one, two), fourth, left, k))]
+        if k:
+            crowd = upper(fourth) * np.linspace(0.0, 1.0, _PARTS + 1)[:, None]
+            parts.append((k, crowd, self.entropic.row(crowd, largest, fourth, left, k - 1)))
+        s = np.sqrt(one**2 + two**2)
+        pieces = []
+        for count, f, H in parts:
+            # the cells that a part meets, and their neighbours
+            at = np.array([self.cell(x, upper(s)) for x in f])
+            first, last = np.maximum(at[:-1] - 1, 0), np.minimum(at[1:] + 1, self.rows.size - 1)
+            pieces.append((count, f, H, self.others[first, last]))
 
-        def braces(mu: Any, G: Any, wrap: Any) -> Any:
-            square, f = wrap(H) ** 2, wrap(ends)
-            ends_of = square - mu * f**2
-            chord = np.maximum(ends_of[:-1], ends_of[1:]) + 0.25 * mu * (f[1:] - f[:-1]) ** 2
-            return np.minimum(chord, wrap(G) * r**2).max(axis=0)
+        def total(mu: Any, pick: Any, wrap: Any) -> Any:
+            value = wrap(upper(two_rows)) if wrap is np.asarray else two_rows
+            square_s = wrap(upper(s)) ** 2 if wrap is np.asarray else s**2
+            for count, f, H, G in pieces:
+                f, square = wrap(f), wrap(H) ** 2
+                ends_of = square - mu * f**2
+                chord = np.maximum(ends_of[:-1], ends_of[1:]) + 0.25 * mu * (f[1:] - f[:-1]) ** 2
+                value = value + count * np.minimum(chord, wrap(pick(G)) * square_s).max(axis=0)
+            # linear in r^2
+            ends_of = [(wrap(upper(x)) if wrap is np.asarray else x) ** 2 * (value - mu) + mu for x in r]
+            return np.maximum(*ends_of)
 
-        k = self.n - 2
-        plain = [
-            k * upper(braces(mu, G[:, :, j], np.asarray)) + mu * upper(rem) for j, mu in enumerate(self.mu.tolist())
-        ]
+        plain = [total(mu, lambda G, j=j: G[:, :, j], np.asarray) for j, mu in enumerate(self.mu.tolist())]
         best = np.array(plain).argmin(axis=0)
-        mu = wrap(self.mu[best])
-        return k * braces(mu, np.take_along_axis(G, best[None, :, None], axis=2)[:, :, 0], wrap) + mu * rem
+        return total(wrap(self.mu[best]), lambda G: np.take_along_axis(G, best[None, :, None], axis=2)[:, :, 0], wrap)
 
     def cover(self) -> tuple[Array, Array]:
-        """Boxes of ``(r, theta, e_3)``."""
+        """Boxes of ``(r, theta, e_3 / r)``."""
         least = math.sqrt(2.0 / self.n) * (1.0 - 1e-12)
-        third = np.linspace(0.0, math.sqrt(0.5), 9)
-        third[-1] = 0.7072  # e_3 <= e_2 and e_2^2 + e_3^2 <= 1
-        if self.n == 3:
-            third = third[[-1, -1]]  # the first two norms tell the third
-        return boxes(np.linspace(least, 1.0, 9), np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9), third)
+        ratio = np.linspace(0.0, np.nextafter(math.sqrt(0.5), 1.0), 9)  # e_3 <= e_2 <= e_1
+        return boxes(np.linspace(least, 1.0, 9), np.linspace(0.0, np.nextafter(math.pi / 4, 1.0), 9), ratio)
 
     def maximum(self, tol: float) -> Maximum:
         """The largest bound of a box, in logarithms."""
