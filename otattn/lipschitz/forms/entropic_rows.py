@@ -64,17 +64,17 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
 
-GAMMA = np.linspace(0.0, 1.0, 97)
+GAMMA = np.linspace(0.0, 1.0, 193)
 """Cells of gamma."""
 ENTROPIES = 30
 """Cells of eta."""
-HEAVIEST = np.linspace(0.0, 1.0, 21)
+HEAVIEST = np.linspace(0.0, 1.0, 61)
 """Cells of r."""
 INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
 """Values of beta."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
-_SLACK = 6e-3
+_SLACK = 2e-3
 """Cells within this of another are merged with it."""
 
 
@@ -159,14 +159,28 @@ class EntropicRows:
 
         The ``others`` are below ``next_one``, their squares sum to at most ``rem``.
         """
-        kinds, which = np.unique(self.entropy, return_inverse=True)
+        inputs = (*most, next_one, rem)
+        # a bound for the largest norms of all boxes holds on each: cells where it is small are done with
+        widest = [like(np.array([upper(x).max()]), x) for x in inputs]
+        above = self._values(np.arange(self.own.size), e.max(axis=1, keepdims=True), widest, others)
+        least = [np.array([upper(x).min()]) for x in inputs]
+        below = self._values(np.arange(self.own.size), e.min(axis=1, keepdims=True), least, others).max(axis=1)
+        live = (above[:, :, 0] > below).any(axis=0)
+        done = above[:, ~live, 0].max(axis=1, initial=0.0)
+        found = self._values(np.flatnonzero(live), e, inputs, others).max(axis=1, initial=0.0)
+        return np.asarray(np.maximum(found, done[:, None]) * (1.0 + 8.0 * EPS))
+
+    def _values(self, index: Array, e: Array, inputs: Sequence[Any], others: int) -> Array:
+        """Bounds ``(levels, index, boxes)`` by some of the cells."""
+        kinds, which = np.unique(self.entropy[index], return_inverse=True)
+        *most, next_one, rem = inputs
         one, floor = most[0], np.maximum(upper(most[1]), upper(next_one))
-        rest = np.full((self.own.size, e.shape[1]), np.inf)
+        rest = np.full((index.size, e.shape[1]), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
             S = np.sqrt(_gibbs([like(z, one), *most[1:]], next_one, rem, others, kinds))
-            np.minimum(rest, upper(one - z) * self.cap[:, None] + S[which] * self.root[:, None], out=rest)
-        return np.array([(x * self.own[:, None] + rest).max(axis=0) for x in e]) * (1.0 + 8.0 * EPS)
+            np.minimum(rest, upper(one - z) * self.cap[index, None] + S[which] * self.root[index, None], out=rest)
+        return np.asarray(e[:, None] * self.own[index, None] + rest)
 
 
 def _gibbs(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
@@ -278,9 +292,10 @@ def _undominated(table: Array) -> Array:
     signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
     raised = signed.copy()
     raised[1:] *= 1.0 + _SLACK
-    order = np.argsort(-signed.sum(axis=0), kind="stable")
+    left = np.argsort(-signed.sum(axis=0), kind="stable")
     kept: list[int] = []
-    for k in order.tolist():
-        if not kept or not (raised[:, kept] >= signed[:, k : k + 1]).all(axis=0).any():
-            kept.append(k)
+    while left.size:
+        kept.append(int(left[0]))
+        left = left[1:]
+        left = left[~(raised[:, kept[-1], None] >= signed[:, left]).all(axis=0)]
     return np.array(sorted(kept), dtype=int)
