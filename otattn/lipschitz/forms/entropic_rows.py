@@ -54,6 +54,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,8 @@ LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
 _SLACK = 2e-3
 """Cells within this of another are merged with it."""
+_COARSE = 2e-2
+"""The same for large boxes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +152,7 @@ class EntropicRows:
         table = np.concatenate([x for x, _ in found], axis=1)
         for group in (True, False):
             parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
-            table = table[:, np.concatenate([k[_undominated(table[:, k])] for k in parts])]
+            table = table[:, np.concatenate([k[_undominated(table[:, k], _SLACK)] for k in parts])]
             table[1:] *= 1.0 + 1.01 * _SLACK
         entropy, own, cap, root = table
         return cls(entropy, own, cap, root, np.unique(np.concatenate([x for _, x in found])))
@@ -159,28 +162,40 @@ class EntropicRows:
 
         The ``others`` are below ``next_one``, their squares sum to at most ``rem``.
         """
-        inputs = (*most, next_one, rem)
+        inputs, every_cell = (*most, next_one, rem), np.arange(self.own.size)
         # a bound for the largest norms of all boxes holds on each: cells where it is small are done with
         widest = [like(np.array([upper(x).max()]), x) for x in inputs]
-        above = self._values(np.arange(self.own.size), e.max(axis=1, keepdims=True), widest, others)
+        above = e.max(axis=1)[:, None] * self.own + self._rest(every_cell, widest, others)[:, 0]
         least = [np.array([upper(x).min()]) for x in inputs]
-        below = self._values(np.arange(self.own.size), e.min(axis=1, keepdims=True), least, others).max(axis=1)
-        live = (above[:, :, 0] > below).any(axis=0)
-        done = above[:, ~live, 0].max(axis=1, initial=0.0)
-        found = self._values(np.flatnonzero(live), e, inputs, others).max(axis=1, initial=0.0)
-        return np.asarray(np.maximum(found, done[:, None]) * (1.0 + 8.0 * EPS))
+        below = e.min(axis=1)[:, None] * self.own + self._rest(every_cell, least, others)[:, 0]
+        live = above > below.max(axis=1, keepdims=True)
+        done = np.where(live, 0.0, above).max(axis=1)
+        index = np.flatnonzero(live.any(axis=0))
+        rest, found = self._rest(index, inputs, others), np.repeat(done[:, None], e.shape[1], axis=1)
+        for k, at in enumerate(live[:, index]):
+            if at.any():
+                np.maximum(found[k], (self.own[index[at], None] * e[k] + rest[at]).max(axis=0), out=found[k])
+        return found * (1.0 + 8.0 * EPS)
 
-    def _values(self, index: Array, e: Array, inputs: Sequence[Any], others: int) -> Array:
-        """Bounds ``(levels, index, boxes)`` by some of the cells."""
+    @cached_property
+    def coarse(self) -> EntropicRows:
+        """Fewer and larger cells that bound every row too."""
+        table = np.array([self.entropy, self.own, self.cap, self.root])
+        table = table[:, _undominated(table, _COARSE)]
+        table[1:] *= 1.0 + 1.01 * _COARSE
+        return EntropicRows(*table, self.used)
+
+    def _rest(self, index: Array, inputs: Sequence[Any], others: int) -> Array:
+        """Bounds ``(index, boxes)`` of the part of the others, by some of the cells."""
         kinds, which = np.unique(self.entropy[index], return_inverse=True)
         *most, next_one, rem = inputs
         one, floor = most[0], np.maximum(upper(most[1]), upper(next_one))
-        rest = np.full((index.size, e.shape[1]), np.inf)
+        rest = np.full((index.size, floor.size), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
             S = np.sqrt(_gibbs([like(z, one), *most[1:]], next_one, rem, others, kinds))
             np.minimum(rest, upper(one - z) * self.cap[index, None] + S[which] * self.root[index, None], out=rest)
-        return np.asarray(e[:, None] * self.own[index, None] + rest)
+        return rest
 
 
 def _gibbs(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
@@ -287,11 +302,11 @@ def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:
     return worst
 
 
-def _undominated(table: Array) -> Array:
+def _undominated(table: Array, slack: float) -> Array:
     """Columns ``(entropy, own, cap, root)``: each has one among them of no higher entropy and values no lower but for the slack."""
     signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
     raised = signed.copy()
-    raised[1:] *= 1.0 + _SLACK
+    raised[1:] *= 1.0 + slack
     left = np.argsort(-signed.sum(axis=0), kind="stable")
     kept: list[int] = []
     while left.size:

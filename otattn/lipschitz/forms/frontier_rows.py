@@ -49,6 +49,8 @@ from otattn.measures.domains import Domain
 
 _SHARES = 24
 """Multipliers mu of which each box takes the best."""
+_LARGEST = 100.0
+"""Multipliers mu are at most this often ``1 + a^2``."""
 _RANGE = 1e-3, 1e4
 """``||A|| R^2``: below it is no better than the row bound, above its differences lose their digits."""
 
@@ -119,6 +121,9 @@ def _entropic(whole: Whole, multipliers: Mapping[str, Array]) -> EntropicRows:
 
 def _total(whole: Whole, rows: VertexRows, entropic: EntropicRows, multipliers: Mapping[str, Array]) -> Total:
     mu = multiplier(multipliers, "mu", (_SHARES,), sign=True)
+    if not mu.max() <= _LARGEST * (1.0 + whole.a**2):
+        # what is added and taken off again must not swallow the rows
+        raise ValueError(f"mu must be at most {_LARGEST:g} (1 + a^2), received {mu.max():g}.")
     return Total(whole.n, multipliers["angles"], rows.proved(multipliers), mu, whole.head.exact, entropic)
 
 
