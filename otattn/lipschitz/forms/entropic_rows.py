@@ -75,9 +75,9 @@ INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
 """Values of beta."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
-_SLACK = 2e-3
+_SLACK = 4e-3
 """Cells within this of another are merged with it."""
-_COARSE = 2e-2
+_COARSE = 1.2e-2
 """The same for large boxes."""
 
 

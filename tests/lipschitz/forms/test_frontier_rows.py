@@ -271,7 +271,7 @@ def test_values_count_by_more_than_their_norm():
 def test_what_the_form_does_not_see_may_part_two_tokens():
     """Factors of a form on few of its dimensions, identity values, in both arithmetics."""
     part = oa.SoftmaxAttention.from_qkv(*FACTORS, np.eye(5), scale=9.0)
-    bound = frontier_rows(part, radius=1.0, n=4)
+    bound = frontier_rows(part, radius=1.0, n=9)
     assert bound.verify()
     pytest.importorskip("flint")
     assert bound.verify(rigorous=True)
