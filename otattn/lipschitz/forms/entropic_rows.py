@@ -52,7 +52,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -63,18 +65,20 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
 
-GAMMA = np.linspace(0.0, 1.0, 97)
+GAMMA = np.linspace(0.0, 1.0, 193)
 """Cells of gamma."""
 ENTROPIES = 30
 """Cells of eta."""
-HEAVIEST = np.linspace(0.0, 1.0, 21)
+HEAVIEST = np.linspace(0.0, 1.0, 61)
 """Cells of r."""
 INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
 """Values of beta."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
-_SLACK = 6e-3
+_SLACK = 4e-3
 """Cells within this of another are merged with it."""
+_COARSE = 1.2e-2
+"""The same for large boxes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,32 +152,59 @@ class EntropicRows:
         table = np.concatenate([x for x, _ in found], axis=1)
         for group in (True, False):
             parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
-            table = table[:, np.concatenate([k[_undominated(table[:, k])] for k in parts])]
+            table = table[:, np.concatenate([k[_undominated(table[:, k], _SLACK)] for k in parts])]
             table[1:] *= 1.0 + 1.01 * _SLACK
         entropy, own, cap, root = table
         return cls(entropy, own, cap, root, np.unique(np.concatenate([x for _, x in found])))
 
-    def row(self, e: Array, one: Any, two: Any, third: Any, rem: Any, others: int) -> Array:
-        """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; ``one >= two``, the ``others`` below ``third``.
+    def row(self, e: Array, most: Sequence[Any], next_one: Any, rem: Any, others: int) -> Array:
+        """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; the largest others ``most``, in order.
 
-        The squares of the others sum to at most ``rem``. ``two`` None: there is no second norm.
+        The ``others`` are below ``next_one``, their squares sum to at most ``rem``.
         """
-        kinds, which = np.unique(self.entropy, return_inverse=True)
-        floor = upper(third) if two is None else np.maximum(upper(two), upper(third))
-        rest = np.full((self.own.size, e.shape[1]), np.inf)
+        inputs, every_cell = (*most, next_one, rem), np.arange(self.own.size)
+        # a bound for the largest norms of all boxes holds on each: cells where it is small are done with
+        widest = [like(np.array([upper(x).max()]), x) for x in inputs]
+        above = e.max(axis=1)[:, None] * self.own + self._rest(every_cell, widest, others)[:, 0]
+        least = [np.array([upper(x).min()]) for x in inputs]
+        below = e.min(axis=1)[:, None] * self.own + self._rest(every_cell, least, others)[:, 0]
+        live = above > below.max(axis=1, keepdims=True)
+        done = np.where(live, 0.0, above).max(axis=1)
+        index = np.flatnonzero(live.any(axis=0))
+        rest, found = self._rest(index, inputs, others), np.repeat(done[:, None], e.shape[1], axis=1)
+        for k, at in enumerate(live[:, index]):
+            if at.any():
+                np.maximum(found[k], (self.own[index[at], None] * e[k] + rest[at]).max(axis=0), out=found[k])
+        return found * (1.0 + 8.0 * EPS)
+
+    @cached_property
+    def coarse(self) -> EntropicRows:
+        """Fewer and larger cells that bound every row too."""
+        table = np.array([self.entropy, self.own, self.cap, self.root])
+        table = table[:, _undominated(table, _COARSE)]
+        table[1:] *= 1.0 + 1.01 * _COARSE
+        return EntropicRows(*table, self.used)
+
+    def _rest(self, index: Array, inputs: Sequence[Any], others: int) -> Array:
+        """Bounds ``(index, boxes)`` of the part of the others, by some of the cells."""
+        kinds, which = np.unique(self.entropy[index], return_inverse=True)
+        *most, next_one, rem = inputs
+        one, floor = most[0], np.maximum(upper(most[1]), upper(next_one))
+        rest = np.full((index.size, floor.size), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
-            S = np.sqrt(_gibbs(like(z, one) ** 2, two, third, rem, others, kinds))
-            np.minimum(rest, upper(one - z) * self.cap[:, None] + S[which] * self.root[:, None], out=rest)
-        return np.array([(x * self.own[:, None] + rest).max(axis=0) for x in e]) * (1.0 + 8.0 * EPS)
+            S = np.sqrt(_gibbs([like(z, one), *most[1:]], next_one, rem, others, kinds))
+            np.minimum(rest, upper(one - z) * self.cap[index, None] + S[which] * self.root[index, None], out=rest)
+        return rest
 
 
-def _gibbs(first: Any, two: Any, third: Any, rem: Any, others: int, kinds: Array) -> Array:
+def _gibbs(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
     """Bounds ``(kinds, boxes)`` of the mean square at these least entropies, outward."""
-    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(third**2, 1e-9)
-    total = np.exp(b * first) + others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
-    if two is not None:
-        total = total + np.exp(b * two**2)
+    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(next_one**2, 1e-9)
+    first = most[0] ** 2
+    total = others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
+    for x in most:
+        total = total + np.exp(b * x**2)
     logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
     best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
     # a difference and a quotient of floats: two roundings
@@ -271,14 +302,15 @@ def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:
     return worst
 
 
-def _undominated(table: Array) -> Array:
+def _undominated(table: Array, slack: float) -> Array:
     """Columns ``(entropy, own, cap, root)``: each has one among them of no higher entropy and values no lower but for the slack."""
     signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
     raised = signed.copy()
-    raised[1:] *= 1.0 + _SLACK
-    order = np.argsort(-signed.sum(axis=0), kind="stable")
+    raised[1:] *= 1.0 + slack
+    left = np.argsort(-signed.sum(axis=0), kind="stable")
     kept: list[int] = []
-    for k in order.tolist():
-        if not kept or not (raised[:, kept] >= signed[:, k : k + 1]).all(axis=0).any():
-            kept.append(k)
+    while left.size:
+        kept.append(int(left[0]))
+        left = left[1:]
+        left = left[~(raised[:, kept[-1], None] >= signed[:, left]).all(axis=0)]
     return np.array(sorted(kept), dtype=int)

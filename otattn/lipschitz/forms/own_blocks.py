@@ -29,7 +29,7 @@ from otattn.lipschitz.certificate import multiplier
 from otattn.lipschitz.forms.own_pairs import PairForms
 
 _COARSE = [0.0, 0.004, 0.015, 0.04, 0.08, 0.12, 0.17, 0.22, 0.28, 0.34, 0.4, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9, 1.0]
-MASSES = np.interp(np.arange(35.0), np.arange(0.0, 35.0, 2.0), _COARSE)
+MASSES = np.interp(np.arange(69.0), np.arange(0.0, 69.0, 4.0), _COARSE)
 """Cells of p."""
 PLANS = (
     *((1.0, xi, (0.0, 0.1, 0.2, 0.35, 0.55, 0.8)) for xi in (-0.4, 0.0, 0.2, 0.4, 0.7, 1.1)),
@@ -78,17 +78,21 @@ class OwnBlocks:
     @classmethod
     def found(cls, A: Array, V: Array, field: float) -> OwnBlocks:
         """For each cell of p and each plan members with nearly the least W."""
-        forms, rows = PairForms(A, V), []
+        forms, rows, last = PairForms(A, V), [], MASSES.size - 2
         for share, xi, leads in PLANS:
-            starts = dict.fromkeys(leads, np.zeros(2))
-            for at in range(MASSES.size - 1):
-                near = np.zeros(2)
-                for nu in leads if at < MASSES.size - 2 else leads[:1]:
-                    # every second cell takes over what the one before has found
-                    start = starts[nu] if at % 2 else near
-                    row, near = _least(forms, at, share * field, nu, xi, start, search=at % 2 == 0)
-                    starts[nu] = near
-                    rows.append(row)
+            for nu in leads:
+                cells = np.arange(last + 1 if nu == 0.0 else last)
+                plan = share * field, nu, xi
+                # sought on every fourth cell; between them the search would end between
+                sought, near = np.unique(np.append(cells[::4], cells[-1])), np.zeros(2)
+                ends, sizes = np.zeros((sought.size, 2)), np.zeros(sought.size)
+                for k, at in enumerate(sought.tolist()):
+                    ends[k], sizes[k] = _least(forms, at, *plan, near)
+                    near = ends[k] if sizes[k] > 0.0 else np.zeros(2)
+                # where W = 0 the search has not moved
+                good = sizes > 0.0 if (sizes > 0.0).any() else sizes == 0.0
+                between = np.stack([np.interp(cells, sought[good], x[good]) for x in ends.T], axis=1)
+                rows += [_member(forms, at, *plan, z) for at, z in enumerate(between)]
         return cls.of(A, V, {"blocks": np.array(rows)})
 
     def take(self, index: Array) -> OwnBlocks:
@@ -111,21 +115,27 @@ def _form(forms: PairForms, at: int, theta: float, c: float, nu: float, xi: floa
     return pi * forms.form(1.0, 0.0, c, 0.0) - nu * forms.lead + xi * forms.own - other
 
 
-def _least(
-    forms: PairForms, at: int, theta: float, nu: float, xi: float, start: Array, *, search: bool
-) -> tuple[list[float], Array]:
-    """The member with nearly the least W, and where the search for c and for the share of ``w_1`` ended."""
-    d = len(forms.own) // 2
+def _scaled(forms: PairForms, at: int, theta: float, nu: float, xi: float, z: Array) -> tuple[float, float]:
+    """The least W at ``z = (log c, logit w_1/W)``, and ``w_1/W``."""
+    share = 1.0 / (1.0 + math.exp(-z[1]))
+    root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], len(forms.own) // 2))
+    F = _form(forms, at, theta, math.exp(z[0]), nu, xi)
+    return max(0.0, float(np.linalg.eigvalsh(root[:, None] * F * root)[-1])), share
 
-    def scaled(z: Array) -> tuple[float, float]:
-        z = np.clip(z, -_FAR, _FAR)
-        share = 1.0 / (1.0 + math.exp(-z[1]))
-        root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], d))
-        F = _form(forms, at, theta, math.exp(z[0]), nu, xi)
-        return max(0.0, float(np.linalg.eigvalsh(root[:, None] * F * root)[-1])), share
 
+def _least(forms: PairForms, at: int, theta: float, nu: float, xi: float, start: Array) -> tuple[Array, float]:
+    """Where nearly the least W is, and it."""
     options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 60}
-    end = minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x if search else start
-    end = np.clip(end, -_FAR, _FAR)
-    W, share = scaled(end)
-    return [at, theta, math.exp(end[0]), nu, xi, W * share, W * (1.0 - share)], end
+    found = minimize(
+        lambda z: _scaled(forms, at, theta, nu, xi, np.clip(z, -_FAR, _FAR))[0],
+        start,
+        method="Nelder-Mead",
+        options=options,
+    )
+    return np.clip(found.x, -_FAR, _FAR), float(found.fun)
+
+
+def _member(forms: PairForms, at: int, theta: float, nu: float, xi: float, z: Array) -> list[float]:
+    """The member there."""
+    W, share = _scaled(forms, at, theta, nu, xi, z)
+    return [at, theta, math.exp(z[0]), nu, xi, W * share, W * (1.0 - share)]

@@ -90,8 +90,17 @@ def largest(J, e, u):
 def bound_of(rows, e):
     one, two, *rest = np.sort(e[1:])[::-1]
     third, rem, n = max(rest, default=0.0), float(np.square(rest).sum()), e.size
-    args = (np.array([x]) for x in (one, two, third, rem))
-    return float(rows.row(e[None, :1], *args, n - 3)[0, 0])
+    one, two, third, rem = (np.array([x]) for x in (one, two, third, rem))
+    bounds = [float(x.row(e[None, :1], (one, two), third, rem, n - 3)[0, 0]) for x in (rows, rows.coarse)]
+    assert bounds[0] <= bounds[1] * (1.0 + 1e-12)
+    if n > 3:
+        # a third norm for itself
+        more = rows.row(
+            e[None, :1], (one, two, third), np.sort(rest)[-2:-1] if n > 4 else 0.0 * third, rem - third**2, n - 4
+        )
+        bounds.append(float(more[0, 0]))
+        assert bounds[2] <= bounds[0] * (1.0 + 1e-12)
+    return min(bounds)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +209,31 @@ def test_gibbs_bounds_the_mean_square():
         e = np.sort(np.sqrt(rng.dirichlet(np.full(m, 0.4))))[::-1]
         third, rem = (e[2], float(np.square(e[2:]).sum())) if m > 2 else (0.0, 0.0)
         eta = np.array([-(Q @ np.log(Q))])
-        args = [np.array([x]) for x in (e[0] ** 2, e[1], third, rem)]
-        S = float(_gibbs(*args, m - 2, eta)[0, 0])
+        one, two, third, rem = args = [np.array([x]) for x in (e[0], e[1], third, rem)]
+        S = float(_gibbs((one, two), third, rem, m - 2, eta)[0, 0])
         assert np.sort(Q)[::-1] @ e**2 <= S + 1e-12
-        assert _gibbs(*(lift(x) for x in args), m - 2, eta)[0, 0] == pytest.approx(S, abs=1e-10)
-        whole = float(_gibbs(args[0], None, args[1], np.square(e[1:]).sum() + 0.0 * args[3], m - 1, eta)[0, 0])
-        assert np.sort(Q)[::-1] @ e**2 <= whole + 1e-12
+        one_, two_, third_, rem_ = (lift(x) for x in args)
+        assert _gibbs((one_, two_), third_, rem_, m - 2, eta)[0, 0] == pytest.approx(S, abs=1e-10)
+        for most, below in (((one,), e[1:]), ((one, two, third), e[3:])):
+            left, many = np.array([float(np.square(below).sum())]), max(m - len(most), 0)
+            S = float(_gibbs(most, np.array([max(below, default=0.0)]), left, many, eta)[0, 0])
+            assert np.sort(Q)[::-1] @ e**2 <= S + 1e-12
+
+
+def test_boxes_together_and_alone():
+    """Cells that a group of boxes leaves out change no bound by more than the group is wide."""
+    rng = np.random.default_rng(5)
+    rows = known("generic", 4.0, 8)[-1]
+    for width in (1e-9, 0.01, 0.3):
+        one, two, third = np.array([[0.7], [0.5], [0.3]]) * (1.0 + width * rng.random((3, 20)))
+        e, rem = np.array([[0.0], [0.2], [0.6]]) * (1.0 + width * rng.random((3, 20))), 0.2 + 0.0 * one
+        alone = np.concatenate(
+            [rows.row(e[:, [k]], (one[[k]], two[[k]]), third[[k]], rem[[k]], 5) for k in range(20)], axis=1
+        )
+        together = rows.row(e, (one, two), third, rem, 5)
+        assert (together >= alone * (1.0 - 1e-12)).all()
+        assert (together <= alone * (1.0 + 1e-12) + 1e-7 * (width < 1e-8)).all() or width == 0.3
+        assert (together.max(axis=1) <= 1.001 * alone.max(axis=1)).all()
 
 
 def test_intervals_prove_the_same_cells():
@@ -213,8 +241,10 @@ def test_intervals_prove_the_same_cells():
     _, _, sight, blocks, rows = known("generic", 4.0, 8)
     exact = EntropicRows.of(replace(sight, a=lift(sight.a), low=lift(sight.low), forms=lift(sight.forms)), blocks)
     e = np.array([[0.0], [0.4], [0.9]])
-    args = [np.array([x]) for x in (0.7, 0.5, 0.2, 0.1)]
-    assert exact.row(e, *args, 5) == pytest.approx(rows.row(e, *args, 5), rel=1e-9)
+    one, two, third, rem = (np.array([x]) for x in (0.7, 0.5, 0.2, 0.1))
+    found = rows.row(e, (one, two), third, rem, 5)
+    assert exact.row(e, (one, two), third, rem, 5) == pytest.approx(found, rel=1e-9)
+    assert exact.row(e, (lift(one), lift(two)), lift(third), lift(rem), 5) == pytest.approx(found, rel=1e-9)
     assert entropies(8)[-1] >= math.log(7.0)
 
 

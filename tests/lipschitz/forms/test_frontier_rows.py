@@ -211,15 +211,14 @@ def test_boxes_hold_the_norms_of_displacements():
         s = np.stack([np.hypot(e[:, 1], e[:, 2]), np.hypot(e[:, 0], e[:, 2]), *([two] * (n - 2))], axis=1)
         scale = np.maximum(e[..., None] / total.corners[0], s[..., None] / total.corners[1])
         values = (scale * rows).min(axis=-1)
-        rem = 1.0 - two**2
+        rem = np.maximum(1.0 - (e[:, :3] ** 2).sum(axis=1), 0.0)
+        fourth = e[:, 3] if n > 3 else 0.0 * two
         for i in range(n):
-            if i < 2:
-                H = entropic.row(e[None, :, i], e[:, 1 - i], None, e[:, 2], rem, n - 2)[0]
-            else:
-                H = entropic.row(e[None, :, i], e[:, 0], e[:, 1], e[:, 2], rem, n - 3)[0]
+            most = [e[:, k] for k in range(3) if k != i]
+            H = entropic.row(e[None, :, i], most, fourth, rem, n - 1 - len(most))[0]
             values[:, i] = np.minimum(values[:, i], H)
         values = (values**2).sum(axis=1)
-        z = np.array([two, np.arctan2(e[:, 1], e[:, 0]), e[:, 2]])
+        z = np.array([two, np.arctan2(e[:, 1], e[:, 0]), e[:, 2] / two])
         width = 0.1 * rng.random(z.shape) * rng.integers(0, 2, z.shape)
         lo, hi = np.maximum(z - width - 1e-12, 0.0), z + width + 1e-12
         gap = total.bound(lo, hi) - np.log(values)
@@ -272,7 +271,7 @@ def test_values_count_by_more_than_their_norm():
 def test_what_the_form_does_not_see_may_part_two_tokens():
     """Factors of a form on few of its dimensions, identity values, in both arithmetics."""
     part = oa.SoftmaxAttention.from_qkv(*FACTORS, np.eye(5), scale=9.0)
-    bound = frontier_rows(part, radius=1.0, n=4)
+    bound = frontier_rows(part, radius=1.0, n=9)
     assert bound.verify()
     pytest.importorskip("flint")
     assert bound.verify(rigorous=True)
@@ -343,6 +342,8 @@ def test_altered_multipliers():
         {"blocks": parts["blocks"][:0]},
         {"blocks": parts["blocks"][:1]},
         {"mu": -parts["mu"]},
+        {"mu": np.append(parts["mu"][:-1], 1e300)},
+        {"mu": np.append(parts["mu"][:-1], 1e20)},
         {"mu": parts["mu"][:0]},
     ):
         assert not replace(bound, multipliers={**parts, **change}).verify(), list(change)
