@@ -197,7 +197,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     power = float(multiplier(multipliers, "power", (1,), sign=True)[0])
     if power != 0 and not 1 <= power <= 2:
         raise ValueError(f"power must be 0 or from 1 to 2, received {power}.")
-    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega, power)
+    kappa = float(multiplier(multipliers, "kappa", (1,), sign=True)[0])
+    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega, power, kappa)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
     log_square = proved_below(bound, *cover, target=problem["target"], max_cells=_RECHECKED)
@@ -312,6 +313,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
             "tau": np.array([columns.tau]),
             "omega": np.array([columns.omega]),
             "power": np.array([columns.power]),
+            "kappa": np.array([columns.kappa]),
             "edges": plan.edges,
             **{key: getattr(sought, key) for key in Multipliers.names()},
         },
