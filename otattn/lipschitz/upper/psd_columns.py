@@ -39,10 +39,8 @@ class Columns(Rows):
         ``eta >= 0`` and ``tau > 0`` of the row weights.
     omega : float
         ``omega > 0`` of the metric ``I + (omega/a) g g^T``.
-    power : float
-        0, or from 1 to 2: of the largest variance in the split.
-    kappa : float
-        ``kappa >= 0`` of the gap.
+    power, chi : float
+        0, or from 1 to 2: of the largest variance in the split; ``chi >= 0`` of the gap.
     """
 
     split: tuple[float, float, float]
@@ -50,7 +48,7 @@ class Columns(Rows):
     tau: float
     omega: float
     power: float = 0.0
-    kappa: float = 0.0
+    chi: float = 0.0
 
     @property
     def log_least_p(self) -> float:
@@ -144,8 +142,8 @@ class Columns(Rows):
             value = np.where(where & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
-        closer = self.square_slope(Range.of(r)).hi + self.kappa * (2 * r + 0.5 * self.kappa)
-        in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * closer / (1 + largest)
+        steep = self.square_slope(Range.of(r)).hi + 2 * self.chi
+        in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * steep / (1 + largest)
         pull = np.array([upper(in_r * (r - box.r.lo)), *moves[:3]]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
 
@@ -167,7 +165,7 @@ class Columns(Rows):
             above, over = np.where(down, trial, above), np.where(down, over, trial)
         # no loss is below the least, and one that brings Gamma just to the cap may be the best
         cap = self.cap(box).lo
-        some = np.asarray(lower(cap)) < 1
+        some = (np.asarray(lower(cap)) < 1) | (self.chi > 0)
         crossing = reach.hi - (self.a * box.h.lo) ** 2 * cap
         last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
         last = np.clip(last, below, high)
@@ -245,7 +243,7 @@ class Columns(Rows):
         z, pull = self.square_slope(h), tilt.nu * tilt.zeta
         short = self.shortfall(box)
         fall = Range(pull / (1 + tilt.zeta * short.hi), pull / (1 + tilt.zeta * short.lo))
-        own, turn = fall * (z - h * (2 * self.kappa)), fall * (self.kappa / self.a)
+        own, turn = fall * (z - h * (2 * self.chi)), fall * (self.chi / self.a)
         # nu log(1 + zeta loss / price)
         gap, pull = self.gap(box), tilt.lure * tilt.zeta
         crowd = Range(pull * gap.lo / (1 + tilt.zeta * gap.lo), pull * gap.hi / (1 + tilt.zeta * gap.hi))

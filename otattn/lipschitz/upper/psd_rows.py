@@ -127,8 +127,8 @@ class Rows:
     stretch: Any
     n: int
     d: int
-    # of the gap, 1 - z(h) + kappa (1 + <y, y_j>): a field of the columns
-    kappa = 0.0
+    # of the gap, 1 - z(h) + chi (1 + <y, y_j>): a field of the columns
+    chi = 0.0
 
     @property
     def exact(self) -> bool:
@@ -229,30 +229,30 @@ class Rows:
         return Range(np.maximum(E.lo - self.loss, 0.0), np.maximum(E.hi, 0.0)), self.a * box.h.hi + self.slack >= E.lo
 
     def tilted(self, plane: Plane, box: Box) -> Range:
-        """``(E - kappa l_ij / 2)_+`` on the boxes, or at points."""
-        half, h = 0.5 * self.kappa, box.h
+        """``(E - chi l_ij / 2)_+`` on the boxes, or at points."""
+        half, h = 0.5 * self.chi, box.h
         E = self.mean(plane, h, box.p, box.q) - h**2 * (self.a * half) + (box.lq - box.lp) * half
         return Range(np.maximum(E.lo - self.loss, 0.0), np.maximum(E.hi, 0.0))
 
     @property
     def widest(self) -> float:
         """Above every gap."""
-        return 1 + 2 * self.kappa
+        return 1 + 2 * self.chi
 
     def shortfall(self, box: Box) -> Range:
-        """``1 - z(h) + kappa (1 + l_ij / a)``, the gap that the row's own token makes."""
+        """``1 - z(h) + chi (1 + l_ij / a)``, the gap that the row's own token makes."""
         along = (box.h**2 * self.a - box.lq + box.lp) * (1 / self.a)
-        short = Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo)) + (along + 1.0) * self.kappa
+        short = Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo)) + (along + 1.0) * self.chi
         return Range(np.maximum(short.lo, 0.0), np.maximum(short.hi, 0.0))
 
     def seen(self, box: Box) -> Range:
-        """``1 - p (1 - z(r)) + kappa (1 - p + kappa r^2 / 4 - p r^2)``, each r at its worst."""
-        of_j, inner, outer = 1 - self.square(box.r.hi), self.kappa * box.r.lo**2, self.kappa * box.r.hi**2
-        high = 1 + self.kappa * (1 + 0.25 * outer)
-        return Range(high - box.p.hi * (of_j + self.kappa + inner), high - box.p.lo * (of_j + self.kappa + inner))
+        """``1 - p (1 - z(r)) + chi (1 - p + chi r^2 / 4 - p r^2)``, each r at its worst."""
+        of_j, inner, outer = 1 - self.square(box.r.hi), self.chi * box.r.lo**2, self.chi * box.r.hi**2
+        high = 1 + self.chi * (1 + 0.25 * outer)
+        return Range(high - box.p.hi * (of_j + self.chi + inner), high - box.p.lo * (of_j + self.chi + inner))
 
     def reach_at(self, plane: Plane, at: Box) -> Any:
-        """``a^2 h^2 seen - (E - kappa l_ij / 2)_+^2``, Gamma without the loss, at points."""
+        """``a^2 h^2 seen - (E - chi l_ij / 2)_+^2``, Gamma without the loss, at points."""
         E = self.tilted(plane, at).lo
         return (self.a * at.h.lo) ** 2 * self.seen(at).hi - E**2
 
@@ -267,12 +267,12 @@ class Rows:
         return Range(np.maximum(low, middle - move), np.minimum(high, middle + move))
 
     def reach_slopes(self, box: Box, E: Range, plane: Plane) -> Slopes:
-        """Its slopes: ``2 a h (a seen - (2 - kappa) E)`` in h, and so on."""
-        a, p, q, half = self.a, box.p, box.q, 0.5 * self.kappa
+        """Its slopes: ``2 a h (a seen - (2 - chi) E)`` in h, and so on."""
+        a, p, q, half = self.a, box.p, box.q, 0.5 * self.chi
         ah, twice = Range(a * box.h.lo, a * box.h.hi), Range(2 * E.lo, 2 * E.hi)
-        of_j = 1 - self.square(box.r.hi) + self.kappa * (1 + box.r.lo**2)
+        of_j = 1 - self.square(box.r.hi) + self.chi * (1 + box.r.lo**2)
         return Slopes(
-            ah * (self.seen(box) * (2 * a) - twice * (2 - self.kappa)),
+            ah * (self.seen(box) * (2 * a) - twice * (2 - self.chi)),
             -(Range(ah.lo**2, ah.hi**2) * (p * of_j)) - twice * (p * plane.ep - half),
             -(twice * (q * plane.eq + half)),
             Range.of(np.zeros_like(p.lo)),
