@@ -50,10 +50,12 @@ divergence of "token i or not": a row that sees itself has few like it. *A Gauss
 .. math:: t a (E_\alpha h_i^2 - |\bar y|^2) + (s - t) a \beta + \tfrac{d-1}{2} \log(1 - t^2) + \tfrac12 \log(1 - s^2) :
 
 rows that are spread over many directions see each other little. Then the divergence says that the tokens which the rows see are
-those that alpha is made of. With ``z(h) = min(1, h^2 a/a_min) >= |x|^2``, a_min the least eigenvalue of A, the *gap* ``delta_i =
-E_{Q_i}[1 - z(h_k)]`` and ``zeta >= 0``, the test function ``1 + zeta (1 - z(h_k))`` gives (Donsker and Varadhan)
+those that alpha is made of, short and on the side of ``y_j``. With ``z(h) = min(1, h^2 a/a_min) >= |x|^2``, a_min the least
+eigenvalue of A, ``w_k = 1 - z(h_k) + chi (1 + <y_k, y_j>)``, from 0 to ``1 + 2 chi``, the *gap* ``delta_i = E_{Q_i} w_k`` and ``zeta
+>= 0``, the test function ``1 + zeta w_k`` gives (Donsker and Varadhan)
 
-.. math:: -E_\alpha KL(\pi_i|Q_i) \le E_\alpha[\log(1 + \zeta \delta_i) - \log(1 + \zeta (1 - z(h_i)))] ,
+.. math:: -E_\alpha KL(\pi_i|Q_i) \le E_\alpha[\log(1 + \zeta \delta_i) - \log(1 + \zeta w_i)] , \qquad
+          w_i = 1 - z(h_i) + \chi (1 + l_{ij}/a) ,
 
 because the second token has the law alpha, too. Let e be the direction of ``A^{1/2} e_j``: ``f_i <= 1 + omega a <y_i, e>^2``, and
 for each ``phi > 0`` the concave logarithm has ``E log f_i <= log(omega/phi) + phi/omega - 1 + phi a (<ybar, e>^2 + beta)``. What
@@ -64,7 +66,7 @@ of ``y_j``, ``s_i = <y_i, u>``, ``-|ybar|^2 <= sigma'^2 - 2 sigma' E s``, ``sigm
 functions of r, a maximum over single rows bounds the sum:
 
 .. math:: \log S \le \max \; & \log w + \mu [\log(1-p) - \log p] + (\mu - 2\kappa\sigma) l_{ij} + (left - \nu t) a h^2
-          + \nu \log\frac{1 + \zeta\delta}{1 + \zeta (1 - z(h))} + \kappa a \sigma^2 r^2 \\
+          + \nu \log\frac{1 + \zeta\delta}{1 + \zeta w} + \kappa a \sigma^2 r^2 \\
           & - \tfrac{\nu}{2} [(d-1) \log(1 - t^2) + \log(1 - s^2)] + \log\tfrac{\omega}{\varphi} + \tfrac{\varphi}{\omega} - 1
           + \max_{0 < x \le 1} \{ -(1-\mu)\log x - (\mu - \nu)\, kl(x | \tfrac{q}{1-p}) + \xi (n - 1 - 1/x) \} .
 
@@ -77,9 +79,11 @@ H(P_i)`` with ``log Z = l_ii - log q`` and ``H(P_i) <= -p log p - q log q - rho 
 
 .. math:: a h |m^y_i| \ge \langle g_i, m_i\rangle \ge E := a h^2 - \log q + p \log p + q \log q + \rho \log\frac{\rho}{n-2},
 
-``m^y`` the mean of y, ``|m^y| <= |m|``. By the definition of the gap,
+``m^y`` the mean of y, ``|m^y| <= |m|``. ``lam_i = E|x|^2 - |m|^2``, and ``|m^y|^2 >= 2 <m^y, u> - |u|^2`` for ``u = e y_i/h + (chi/2)
+y_j``, ``e = (E - chi l_ij/2)_+ / (ah)``. As ``<m^y, y_j> = p r^2 + (1-p) E_{Q_i} <y_k, y_j>``, by the definition of the gap
 
-.. math:: \lambda_i \le 1 - p (1 - z(r)) - (1-p) \delta - (E_+/(ah))^2 , \qquad (1-p) \delta \ge q (1 - z(h)) ,
+.. math:: \lambda_i \le 1 - p (1 - z(r)) + \chi (1 - p + \tfrac{\chi}{4} r^2 - p r^2) - (1-p) \delta
+          - \Bigl(\frac{E - \chi l_{ij}/2}{ah}\Bigr)_+^2 , \qquad (1-p) \delta \ge q w_i ,
 
 and ``lam <= 4 p (1-p)`` when p > 1/2 (``m = p x_j + (1-p) m'``, so ``|m| >= p |x_j| - (1-p)``, and the bound of the
 trace increases with ``|x_j| <= 1``), likewise for q. ``a^2 h^2`` times this bounds Gamma, increasing in ``|g|``. For
@@ -183,21 +187,19 @@ def _problem(statement: Statement) -> dict[str, Any]:
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head, n = problem["head"], problem["n"]
     t0, g, t1 = multiplier(multipliers, "split", (3,), sign=True).tolist()
-    eta = float(multiplier(multipliers, "eta", (1,), sign=True)[0])
-    tau = float(multiplier(multipliers, "tau", (1,), positive=True)[0])
+    eta, power, chi = (float(multiplier(multipliers, key, (1,), sign=True)[0]) for key in ("eta", "power", "chi"))
+    tau, omega = (float(multiplier(multipliers, key, (1,), positive=True)[0]) for key in ("tau", "omega"))
     edges = multiplier(multipliers, "edges", multipliers["edges"].shape, sign=True)
     cells = (edges.size - 1,)
     if edges.ndim != 1 or edges.size < 2 or edges[0] != 0 or edges[-1] != 1 or not (np.diff(edges) > 0).all():
         raise ValueError(f"edges must increase from 0 to 1, received {edges!r}.")
     if g < 1 or t1 <= 0:
         raise ValueError(f"g must be at least 1, t1 positive, received {g}, {t1}.")
-    omega = float(multiplier(multipliers, "omega", (1,), positive=True)[0])
     own = _columns_of(multipliers, cells)
     stretch, defect = _hypotheses(head)
-    power = float(multiplier(multipliers, "power", (1,), sign=True)[0])
     if power != 0 and not 1 <= power <= 2:
         raise ValueError(f"power must be 0 or from 1 to 2, received {power}.")
-    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega, power)
+    columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega, power, chi)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     bound, cover = _cell_bound(columns, edges, own), columns.start(edges)
     log_square = proved_below(bound, *cover, target=problem["target"], max_cells=_RECHECKED)
@@ -276,8 +278,8 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     Returns
     -------
     Certificate
-        Multipliers: the weights ``split`` (t0, g, t1), ``power``, ``eta``, ``tau``, ``omega``; the cells of r (``edges``) with their
-        ``mu``, ``nu``, ``sigma``, ``xi``, ``t``, ``s``, ``zeta`` and ``phi``. A plain :class:`Bound` when A or V is zero.
+        Multipliers: the weights ``split`` (t0, g, t1), ``power``, ``eta``, ``tau``, ``omega``, ``chi``; the cells of r (``edges``)
+        with their ``mu``, ``nu``, ``sigma``, ``xi``, ``t``, ``s``, ``zeta`` and ``phi``. A plain :class:`Bound` when A or V is zero.
 
     Examples
     --------
@@ -308,10 +310,7 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
         statement=replace(statement, options={"target": found.value}),
         multipliers={
             "split": np.array(columns.split),
-            "eta": np.array([columns.eta]),
-            "tau": np.array([columns.tau]),
-            "omega": np.array([columns.omega]),
-            "power": np.array([columns.power]),
+            **{key: np.array([getattr(columns, key)]) for key in ("eta", "tau", "omega", "power", "chi")},
             "edges": plan.edges,
             **{key: getattr(sought, key) for key in Multipliers.names()},
         },

@@ -39,8 +39,8 @@ class Columns(Rows):
         ``eta >= 0`` and ``tau > 0`` of the row weights.
     omega : float
         ``omega > 0`` of the metric ``I + (omega/a) g g^T``.
-    power : float
-        0, or from 1 to 2: of the largest variance in the split.
+    power, chi : float
+        0, or from 1 to 2: of the largest variance in the split; ``chi >= 0`` of the gap.
     """
 
     split: tuple[float, float, float]
@@ -48,6 +48,7 @@ class Columns(Rows):
     tau: float
     omega: float
     power: float = 0.0
+    chi: float = 0.0
 
     @property
     def log_least_p(self) -> float:
@@ -85,17 +86,13 @@ class Columns(Rows):
         )
         if self.power == 0:
             return Range.of(np.zeros_like(drop.lo)), drop
-        # power >= 1: a power of the variance one less is increasing
-        inner = [
-            self.wrap(self.power) * self.t(y) * x ** (self.wrap(self.power) - 1.0)
-            for y, x in ((h.hi, least), (h.lo, most))
-        ]
+        # power >= 1: a power of the variance one less is increasing; where the variance meets one the slopes may vanish
+        power, bent = self.wrap(self.power), np.asarray(upper(most)) >= 1
+        inner = [power * self.t(y) * x ** (power - 1.0) for y, x in ((h.hi, least), (h.lo, most))]
         scale = [np.maximum((self.a * y) ** 2, 1e-300) for y in (h.hi, h.lo)]
-        in_gamma = Range(inner[0] / scale[0] / (1 + high), inner[1] / scale[1] / (1 + low))
-        share = Range(low / (1 + low), high / (1 + high))
-        return in_gamma, drop - share * Range(1 / np.maximum(h.hi, _NEAR_ZERO), 1 / np.maximum(h.lo, _NEAR_ZERO)) * (
-            2 * self.power
-        )
+        start = np.where(bent, 0.0, inner[0] / scale[0] / (1 + high)), np.where(bent, 0.0, low / (1 + low))
+        fall = Range(start[1] / np.maximum(h.hi, _NEAR_ZERO), high / (1 + high) / np.maximum(h.lo, _NEAR_ZERO))
+        return Range(start[0], inner[1] / scale[1] / (1 + low)), drop - fall * (2 * self.power)
 
     def row_weight(self, p: Any, gamma: Any, most: Any = None) -> Any:
         """``c(p, Gamma)``, outward; for an interval ``[p, most]`` its largest value."""
@@ -113,7 +110,8 @@ class Columns(Rows):
         """
         box, tilt = self.box(lo, hi), self.tilt(multipliers, hi[0])
         plane = self.plane(box)
-        E, reached = self.mean_range(plane, box)
+        _, reached = self.mean_range(plane, box)
+        E = self.tilted(plane, box)
         reach = self.reach(plane, box, self.middle(lo, hi, box.loss), E)
         box = self.at_best_losses(box, reach, tilt)
         at = self.middle(lo, hi, box.loss)
@@ -123,14 +121,14 @@ class Columns(Rows):
         # increasing in h, where Gamma is a multiple of h^2
         capped = (self.a * box.h.hi) ** 2 * self.cap(box).hi / self.metric(box.h).hi
         largest = np.minimum(self.thinned(gamma, box).hi, capped)
-        value = self.at_corner(box, largest, tilt, 1.0)
+        value = self.at_corner(box, largest, tilt, self.widest)
         smooth = (box.p.hi < _NEAR_ONE) & (box.h.lo > _NEAR_ZERO)
         there = self.reach_at(plane, at) - at.loss.lo
         slopes = self.reach_slopes(box, E, plane)._replace(loss=Range.of(self.wrap(-np.ones(lo.shape[1]))))
         bound, moves = self.by_middle(box, at, tilt, there, gamma, slopes)
         value = np.where(smooth, np.minimum(value, bound), value)
         # the least loss in Gamma, the largest in the crowd: no slopes in h near 0
-        crowd = tilt.nu * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, 1.0))
+        crowd = tilt.nu * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, self.widest))
         fixed, flat = replace(box, loss=Range.of(box.loss.lo)), replace(at, loss=Range.of(box.loss.lo))
         still = tilt._replace(lure=0.0 * tilt.nu)
         there, slopes = self.reach_at(plane, at) - box.loss.lo, slopes._replace(loss=Range.of(0.0 * reach.hi))
@@ -144,7 +142,8 @@ class Columns(Rows):
             value = np.where(where & smooth, np.minimum(value, bound), value)
         r = box.r.hi
         in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
-        in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * self.square_slope(Range.of(r)).hi / (1 + largest)
+        steep = self.square_slope(Range.of(r)).hi + 2 * self.chi
+        in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * steep / (1 + largest)
         pull = np.array([upper(in_r * (r - box.r.lo)), *moves[:3]]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
 
@@ -152,9 +151,9 @@ class Columns(Rows):
         """The boxes with a range of the losses where the terms are at their largest."""
         least, price = self.least_loss(box), self.price(box)
         low = np.maximum(np.asarray(lower(least.lo)), 0.0)
-        high = np.maximum(np.minimum(np.asarray(upper(reach.hi)), np.asarray(upper(price.hi))), low)
+        high = np.maximum(np.minimum(np.asarray(upper(reach.hi)), np.asarray(upper(price.hi * self.widest))), low)
         # below a loss that all rows can have, where all slopes are positive, and above one where all are negative
-        below, sure = low.copy(), np.minimum(np.asarray(lower(reach.lo)), np.asarray(lower(price.lo)))
+        below, sure = low.copy(), np.minimum(np.asarray(lower(reach.lo)), np.asarray(lower(price.lo * self.widest)))
         under = np.clip(sure, low, high)
         above, over = high.copy(), low.copy()
         for _ in range(_HALVINGS):
@@ -166,7 +165,7 @@ class Columns(Rows):
             above, over = np.where(down, trial, above), np.where(down, over, trial)
         # no loss is below the least, and one that brings Gamma just to the cap may be the best
         cap = self.cap(box).lo
-        some = np.asarray(lower(cap)) < 1
+        some = (np.asarray(lower(cap)) < 1) | (self.chi > 0)
         crossing = reach.hi - (self.a * box.h.lo) ** 2 * cap
         last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
         last = np.clip(last, below, high)
@@ -224,7 +223,7 @@ class Columns(Rows):
         logit = a * np.maximum(tilt.bow * h.lo**2, tilt.bow * h.hi**2)
         logit = logit + np.maximum(-tilt.along * lq.lo, -tilt.along * lq.hi)
         crowd = tilt.lure * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, most)) - tilt.nu * np.log1p(
-            tilt.zeta * self.shortfall(h).lo
+            tilt.zeta * self.shortfall(box).lo
         )
         return (
             np.log(self.row_weight(box.p.lo, gamma, box.p.hi))
@@ -242,15 +241,16 @@ class Columns(Rows):
         h, p = box.h, box.p
         log_light = [tilt.lean - tilt.mu * x / np.maximum(1 - x, 1e-300) for x in (p.hi, p.lo)]
         z, pull = self.square_slope(h), tilt.nu * tilt.zeta
-        short = self.shortfall(h)
-        own = Range(pull * z.lo / (1 + tilt.zeta * short.hi), pull * z.hi / (1 + tilt.zeta * short.lo))
+        short = self.shortfall(box)
+        fall = Range(pull / (1 + tilt.zeta * short.hi), pull / (1 + tilt.zeta * short.lo))
+        own, turn = fall * (z - h * (2 * self.chi)), fall * (self.chi / self.a)
         # nu log(1 + zeta loss / price)
         gap, pull = self.gap(box), tilt.lure * tilt.zeta
         crowd = Range(pull * gap.lo / (1 + tilt.zeta * gap.lo), pull * gap.hi / (1 + tilt.zeta * gap.hi))
         inverse = Range(2 / np.maximum(h.hi, _NEAR_ZERO), 2 / np.maximum(h.lo, _NEAR_ZERO))
         odds = Range(p.lo / np.maximum(1 - p.lo, 1 - _NEAR_ONE), p.hi / np.maximum(1 - p.hi, 1 - _NEAR_ONE))
         in_h = h * (2 * tilt.bow * self.a) + own - crowd * inverse
-        return Slopes(in_h, Range(*log_light) + crowd * odds, Range.of(-tilt.along), self.crowd_slope(box, tilt))
+        return Slopes(in_h, Range(*log_light) + crowd * odds - turn, turn - tilt.along, self.crowd_slope(box, tilt))
 
     def weight_slopes(self, p: Range, gamma: Range) -> tuple[Range, Range]:
         """Slopes of ``log c`` in Gamma and in ``log p``."""

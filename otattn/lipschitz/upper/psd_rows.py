@@ -127,6 +127,8 @@ class Rows:
     stretch: Any
     n: int
     d: int
+    # of the gap, 1 - z(h) + chi (1 + <y, y_j>): a field of the columns
+    chi = 0.0
 
     @property
     def exact(self) -> bool:
@@ -180,10 +182,10 @@ class Rows:
         return Box(r, h, lp, lq, Range.of(self.wrap(np.zeros(lo.shape[1]))))
 
     def middle(self, lo: Array, hi: Array, loss: Range) -> Box:
-        """Their middles in h, log p, log q and loss, with the largest r."""
-        r, h, lp, lq = (Range.of(x) for x in self.wrap(np.concatenate([hi[:1], 0.5 * (lo[1:] + hi[1:])])))
+        """Their middles in h, log p, log q and loss."""
+        h, lp, lq = (Range.of(x) for x in self.wrap(0.5 * (lo[1:] + hi[1:])))
         between = 0.5 * (np.asarray(lower(loss.lo)) + np.asarray(upper(loss.hi)))
-        return Box(r, h, lp, lq, Range.of(self.wrap(between)))
+        return Box(Range(self.wrap(lo[0]), self.wrap(hi[0])), h, lp, lq, Range.of(self.wrap(between)))
 
     def possible(self, box: Box) -> Any:
         """Boxes that may meet ``p + q <= 1``, ``|l_ij| <= a r h`` and ``|l_ik| <= a h`` for the other tokens k."""
@@ -226,35 +228,53 @@ class Rows:
         E = self.mean(plane, box.h, box.p, box.q)
         return Range(np.maximum(E.lo - self.loss, 0.0), np.maximum(E.hi, 0.0)), self.a * box.h.hi + self.slack >= E.lo
 
-    def shortfall(self, h: Range) -> Range:
-        """``1 - z(h)``."""
-        return Range(1 - self.square(h.hi), 1 - self.square(h.lo))
+    def tilted(self, plane: Plane, box: Box) -> Range:
+        """``(E - chi l_ij / 2)_+`` on the boxes, or at points."""
+        half, h = 0.5 * self.chi, box.h
+        E = self.mean(plane, h, box.p, box.q) - h**2 * (self.a * half) + (box.lq - box.lp) * half
+        return Range(np.maximum(E.lo - self.loss, 0.0), np.maximum(E.hi, 0.0))
+
+    @property
+    def widest(self) -> float:
+        """Above every gap."""
+        return 1 + 2 * self.chi
+
+    def shortfall(self, box: Box) -> Range:
+        """``1 - z(h) + chi (1 + l_ij / a)``, the gap that the row's own token makes."""
+        along = (box.h**2 * self.a - box.lq + box.lp) * (1 / self.a)
+        short = Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo)) + (along + 1.0) * self.chi
+        return Range(np.maximum(short.lo, 0.0), np.maximum(short.hi, 0.0))
+
+    def seen(self, box: Box) -> Range:
+        """``1 - p (1 - z(r)) + chi (1 - p + chi r^2 / 4 - p r^2)``, each r at its worst."""
+        of_j, inner, outer = 1 - self.square(box.r.hi), self.chi * box.r.lo**2, self.chi * box.r.hi**2
+        high = 1 + self.chi * (1 + 0.25 * outer)
+        return Range(high - box.p.hi * (of_j + self.chi + inner), high - box.p.lo * (of_j + self.chi + inner))
 
     def reach_at(self, plane: Plane, at: Box) -> Any:
-        """``a^2 h^2 (1 - p (1 - z(r))) - E_+^2``, Gamma without the loss, at points."""
-        E = np.maximum(self.mean(plane, at.h.lo, at.p.lo, at.q.lo) - self.loss, 0.0)
-        return (self.a * at.h.lo) ** 2 * (1 - at.p.lo * (1 - self.square(at.r.hi))) - E**2
+        """``a^2 h^2 seen - (E - chi l_ij / 2)_+^2``, Gamma without the loss, at points."""
+        E = self.tilted(plane, at).lo
+        return (self.a * at.h.lo) ** 2 * self.seen(at).hi - E**2
 
     def reach(self, plane: Plane, box: Box, at: Box, E: Range) -> Range:
-        """Its range: that of its parts, and the value at the middle with the largest slopes."""
-        of_j = 1 - self.square(box.r.hi)
-        low = (self.a * box.h.lo) ** 2 * (1 - box.p.hi * of_j) - E.hi**2
-        high = (self.a * box.h.hi) ** 2 * (1 - box.p.lo * of_j) - E.lo**2
+        """Its range: that of its parts, and the value at the middle with the largest slopes. ``E`` is :meth:`tilted`."""
+        seen = self.seen(box)
+        low = (self.a * box.h.lo) ** 2 * seen.lo - E.hi**2
+        high = (self.a * box.h.hi) ** 2 * seen.hi - E.lo**2
         middle, move = self.reach_at(plane, at), self.grain
         for slope, side, x in zip(self.reach_slopes(box, E, plane), box.sides(), at.sides(), strict=False):
             move = move + slope.size() * np.maximum(side.hi - x.lo, x.lo - side.lo)
         return Range(np.maximum(low, middle - move), np.minimum(high, middle + move))
 
     def reach_slopes(self, box: Box, E: Range, plane: Plane) -> Slopes:
-        """Its slopes: ``a h (2 a (1 - p (1 - z(r))) - 4 E)`` in h, and so on."""
-        a, p, q = self.a, box.p, box.q
+        """Its slopes: ``2 a h (a seen - (2 - chi) E)`` in h, and so on."""
+        a, p, q, half = self.a, box.p, box.q, 0.5 * self.chi
         ah, twice = Range(a * box.h.lo, a * box.h.hi), Range(2 * E.lo, 2 * E.hi)
-        of_j = 1 - self.square(box.r.hi)
-        seen = Range(1 - p.hi * of_j, 1 - p.lo * of_j)
+        of_j = 1 - self.square(box.r.hi) + self.chi * (1 + box.r.lo**2)
         return Slopes(
-            ah * (seen * (2 * a) - twice * 2.0),
-            -(Range(ah.lo**2, ah.hi**2) * (p * of_j)) - twice * (p * plane.ep),
-            -(twice * (q * plane.eq)),
+            ah * (self.seen(box) * (2 * a) - twice * (2 - self.chi)),
+            -(Range(ah.lo**2, ah.hi**2) * (p * of_j)) - twice * (p * plane.ep - half),
+            -(twice * (q * plane.eq + half)),
             Range.of(np.zeros_like(p.lo)),
         )
 
@@ -272,8 +292,8 @@ class Rows:
         return Range(reach.lo - box.loss.hi, np.maximum(reach.hi - box.loss.lo, 0.0))
 
     def least_loss(self, box: Box) -> Range:
-        """``a^2 h^2 q (1 - z(h))``: the token i is one of the others."""
-        short = self.shortfall(box.h)
+        """``a^2 h^2 q`` times the gap that the token i makes: it is one of the others."""
+        short = self.shortfall(box)
         return Range((self.a * box.h.lo) ** 2 * box.q.lo * short.lo, (self.a * box.h.hi) ** 2 * box.q.hi * short.hi)
 
     def cap(self, box: Box) -> Range:

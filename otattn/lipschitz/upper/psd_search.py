@@ -24,6 +24,8 @@ _STEP = 1e-5
 """Of the differences that stand for derivatives."""
 _CLIMBS = 2
 """Rounds in which the largest rows are sought and the multipliers fitted to them."""
+_ALIKE, _CHIS = 12.0, (0.0, 0.25, 0.45)
+"""Up to this ``||A|| R^2`` rows and the tokens that they see are close to each other, and chi is chosen from these."""
 _LARGEST = 80
 """Rows that enter the program of the multipliers."""
 _LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
@@ -83,11 +85,11 @@ def _evaluate(columns: Columns, r: float, z: Array) -> _Rows:
     plane = columns.plane(box)
     reach = columns.reach_at(plane, box)
     least, price = columns.least_loss(box).lo, np.maximum(columns.price(box).lo, 1e-300)
-    most = np.maximum(np.minimum(reach, price), least)
+    most = np.maximum(np.minimum(reach, columns.widest * price), least)
     losses = least + _GAPS * (most - least)
     cap = (columns.a * z[1]) ** 2 * columns.cap(box).hi
     gamma = np.minimum(np.maximum(reach - losses, 0.0), cap)
-    gaps = np.minimum(losses / price, 1.0)
+    gaps = np.minimum(losses / price, columns.widest)
     return _Rows(r, z, gaps, gamma)
 
 
@@ -129,12 +131,12 @@ class _Values:
         p = np.exp(lp)
         light = np.log1p(-np.minimum(p, 1 - 1e-16))
         self.n, self.d, self.bend = columns.n, columns.d, columns.a * rows.r**2
-        self.gap, self.short = rows.gap, 1 - columns.square(h)
+        self.logit = columns.a * h**2 - lq + lp
+        self.gap, self.short = rows.gap, 1 - columns.square(h) + columns.chi * (1 + self.logit / columns.a)
         self.square, self.omega = columns.a * h**2, columns.omega
         thin = 1 + columns.omega * self.square
         split = columns.t(h) * columns.raised(columns.variance(rows.gamma, h))
         self.weight = np.log(columns.row_weight(p, rows.gamma / thin)) + np.log1p(split)
-        self.logit = self.square - lq + lp
         self.odds, self.log_share = light - lp, lq - light
 
     def __call__(self, what: Array, *, flat: bool = False) -> Array:
@@ -228,8 +230,21 @@ def _own(columns: Columns, r: Array, cells: int) -> Array:
 
 def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
     """Weights and multipliers that make the sampled bound small, ``zeta`` at most so much: the larger, the more boxes."""
-    radii = np.linspace(0.1, 1.0, 10) if deep else np.linspace(0.2, 1.0, 5)
     high = _high(most_zeta)
+    if deep and base.a <= _ALIKE:
+        trials = [replace(base, chi=chi) for chi in _CHIS]
+        base = min(trials, key=lambda x: _weights(x, high, deep=False)[0])
+    _, columns, radii, memory = _weights(base, high, deep=deep)
+    edges = np.linspace(0.0, 1.0, 25 if deep else 9)
+    nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
+    rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
+    starts_at = [memory[k] for k in nearest]
+    return _fit(Plan(columns, edges, _nothing(columns, len(rows)), rows, high), starts_at, range(len(rows)))
+
+
+def _weights(base: Columns, high: Array, *, deep: bool) -> tuple[float, Columns, Array, list[Array]]:
+    """The sampled bound, good weights, and multipliers at the radii that were tried."""
+    radii = np.linspace(0.1, 1.0, 10) if deep else np.linspace(0.2, 1.0, 5)
     samples = [sample_rows(base, float(r), 2**13 if deep else 2**12) for r in radii]
     memory = [_START for _ in radii]
 
@@ -265,12 +280,7 @@ def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
         found = minimize(loss, first, args=(power,), method="Nelder-Mead", options=options)
         if found.fun < best[0]:
             best = (float(found.fun), found.x, power)
-    columns = columns_at(*best[1:])
-    edges = np.linspace(0.0, 1.0, 25 if deep else 9)
-    nearest = [int(np.abs(radii - r).argmin()) for r in edges[1:]]
-    rows = [sample_rows(columns, float(r), 2**13 if deep else 2**12) for r in edges[1:]]
-    starts_at = [memory[k] for k in nearest]
-    return _fit(Plan(columns, edges, _nothing(columns, len(rows)), rows, high), starts_at, range(len(rows)))
+    return best[0], columns_at(*best[1:]), radii, memory
 
 
 def _fit(plan: Plan, starts: list[Array], cells: range | list[int]) -> Plan:

@@ -43,7 +43,8 @@ def some_form(rng, d):
 def some_columns(rng, a, stretch, n, d=3):
     split = (2 * rng.random(), 1 + 3 * rng.random(), 0.05 + rng.random())
     eta, tau, omega = 3 * rng.random() ** 3, 0.3 + 6 * rng.random(), 10 ** rng.uniform(-2, 0.3)
-    return Columns(a, a, stretch, n, d, split, eta, tau, omega, float(rng.choice([0.0, 1.0, 1.5, 2.0])))
+    power, chi = rng.choice([0.0, 1.0, 1.5, 2.0]), rng.choice([0.0, 0.3, 1.0])
+    return Columns(a, a, stretch, n, d, split, eta, tau, omega, float(power), float(chi))
 
 
 @pytest.mark.slow
@@ -232,6 +233,9 @@ def test_the_recheck_rejects_tampering():
         ("phi", 1e3 * own["phi"]),
         ("omega", np.array([0.0])),
         ("omega", 50 * own["omega"]),
+        ("chi", np.array([-0.1])),
+        ("chi", np.array([50.0])),
+        ("chi", np.array([np.nan])),
         ("power", np.array([0.5])),
         ("power", np.array([2.5])),
         ("power", np.array([-1.0])),

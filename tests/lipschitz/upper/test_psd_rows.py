@@ -5,6 +5,7 @@ from dataclasses import replace
 import mpmath as mp
 import numpy as np
 import pytest
+from psd_terms import reach as reach_of
 from psd_terms import some_multipliers, square, term
 from scipy.special import xlogy
 
@@ -14,12 +15,13 @@ from otattn.lipschitz.upper.psd_rows import Range
 
 SETTINGS = [(2, 3.0, 1.0), (3, 9.0, 2.0), (8, 0.5, 30.0), (64, 25.0, np.inf)]
 each_setting = pytest.mark.parametrize(("n", "a", "stretch"), SETTINGS)
+each_chi = pytest.mark.parametrize("chi", [0.0, 0.3, 1.0])
 each_power = pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
 POINTS = 12
 
 
-def columns(n, a, stretch, power=0.0):
-    return Columns(a, a, stretch, n, 3, (1.3, 2.5, 0.4), 0.7, 1.9, 0.2, power)
+def columns(n, a, stretch, power=0.0, chi=0.0):
+    return Columns(a, a, stretch, n, 3, (1.3, 2.5, 0.4), 0.7, 1.9, 0.2, power, chi)
 
 
 def boxes(c, rng, count=25):
@@ -125,10 +127,11 @@ def with_losses(c, box, rng):
     return replace(box, loss=Range(low, high)), low + rng.random((POINTS, low.size)) * (high - low)
 
 
+@each_chi
 @each_setting
-def test_the_reach_and_the_losses_hold_their_values_at_points(n, a, stretch) -> None:
+def test_the_reach_and_the_losses_hold_their_values_at_points(n, a, stretch, chi) -> None:
     rng = np.random.default_rng(3)
-    c = columns(n, a, stretch)
+    c = columns(n, a, stretch, chi=chi)
     lo, hi, z = boxes(c, rng)
     box, (_, h, lp, lq) = c.box(lo, hi), z
     plane, (E, reached) = c.plane(box), c.mean_range(c.plane(box), box)
@@ -137,21 +140,26 @@ def test_the_reach_and_the_losses_hold_their_values_at_points(n, a, stretch) -> 
     scale = 1 + np.abs(plane.e0) + np.abs(plane.ep) + np.abs(plane.eq)
     assert inside(np.maximum(flat, 0.0), E, 1e3 * scale)
     assert reached[(flat <= a * h).any(axis=0)].all()
-    reach = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0]))) - np.maximum(flat, 0.0) ** 2
-    middle = c.middle(lo, hi, box.loss)
-    assert inside(reach, c.reach(plane, box, middle, E), 1e3 * scale * (1 + a) ** 2)
+    reach = reach_of(c, (lo[0], hi[0]), h, p, q, flat)
+    tilted, middle = c.tilted(plane, box), c.middle(lo, hi, box.loss)
+    assert inside(np.maximum(flat - chi / 2 * (a * h**2 + lp - lq), 0.0), tilted, 1e3 * scale)
+    assert inside(reach, c.reach(plane, box, middle, tilted), 1e3 * scale * (1 + a) ** 2)
+    # at any r of the box the bound of lambda is no more
+    for r in (lo[0], 0.3 * lo[0] + 0.7 * hi[0], hi[0]):
+        assert (reach_of(c, (r, r), h, p, q, flat) <= reach + 1e-9 * (1 + a) ** 2).all()
     m = [x.lo for x in (middle.h, middle.p, middle.q)]
-    Em = np.maximum(a * m[0] ** 2 + plane.e0 + plane.ep * (m[1] - plane.pt) + plane.eq * (m[2] - plane.qt), 0.0)
-    centre = (a * m[0]) ** 2 * (1 - m[1] * (1 - square(c, hi[0]))) - Em**2
+    Em = a * m[0] ** 2 + plane.e0 + plane.ep * (m[1] - plane.pt) + plane.eq * (m[2] - plane.qt)
+    centre = reach_of(c, (lo[0], hi[0]), *m, Em)
     assert c.reach_at(plane, middle) == pytest.approx(centre, rel=1e-9, abs=1e-9 * (1 + a) ** 2)
     box, loss = with_losses(c, box, rng)
-    span = c.reach(plane, box, c.middle(lo, hi, box.loss), E)
+    span = c.reach(plane, box, c.middle(lo, hi, box.loss), tilted)
     gamma = c.gamma(span, box)
     assert inside(np.maximum(reach - loss, gamma.lo), gamma, 1e3 * scale * (1 + a) ** 2)
     price = (a * h) ** 2 * (1 - p)
     assert inside(price, c.price(box))
     assert inside(loss / price, c.gap(box), 10.0)
-    assert inside((a * h) ** 2 * q * (1 - square(c, h)), c.least_loss(box))
+    own = np.maximum(1 - square(c, h) + chi * (1 + h**2 + (lp - lq) / a), 0.0)
+    assert inside((a * h) ** 2 * q * own, c.least_loss(box))
     cap = [
         [min(4 * x * (1 - x) if y > 0.5 else 1.0 for x, y in zip(t, s, strict=True)) for t, s in pairs]
         for pairs in (
@@ -163,14 +171,15 @@ def test_the_reach_and_the_losses_hold_their_values_at_points(n, a, stretch) -> 
     assert np.array_equal(c.cap(box).hi, np.minimum(cap[1], c.largest(box)))
 
 
+@each_chi
 @each_setting
-def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
+def test_slopes_hold_the_derivatives_at_points(n, a, stretch, chi) -> None:
     rng = np.random.default_rng(4)
-    c = columns(n, a, stretch)
+    c = columns(n, a, stretch, chi=chi)
     lo, hi, z = boxes(c, rng, 6)
     box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
     box, losses = with_losses(c, box, rng)
-    middle, (E, _) = c.middle(lo, hi, box.loss), c.mean_range(plane, box)
+    middle, E = c.middle(lo, hi, box.loss), c.tilted(plane, box)
     many = some_multipliers(rng, 6, c.omega, n)
     tilt = c.tilt(many, hi[0])
     reach = c.reach(plane, box, middle, E)
@@ -182,18 +191,19 @@ def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
         mu, nu, sigma, _, t, zeta, phi, s = (float(getattr(many, key)[k]) for key in Multipliers.names())
         left = max(phi - nu * (s - t), 0.0)
         along = mu - 2 * (mu - nu * t - phi + left) * sigma
-        missing = 1 - float(square(c, hi[0, k]))
+        missing, (r0, r1) = 1 - float(square(c, hi[0, k])), (float(lo[0, k]), float(hi[0, k]))
 
-        def short(h):
-            return 1 - min(1, c.stretch * h**2) if np.isfinite(stretch) else 0 * h
+        def short(h, lp, lq):
+            return (1 - min(1, c.stretch * h**2) if np.isfinite(stretch) else 0 * h) + chi * (1 + h**2 + (lp - lq) / a)
 
-        def gamma(h, lp, lq, loss, e=e, missing=missing):
+        def gamma(h, lp, lq, loss, e=e, missing=missing, r0=r0, r1=r1):
             p, q = mp.exp(lp), mp.exp(lq)
-            flat = a * h**2 + e[0] + e[1] * (p - e[3]) + e[2] * (q - e[4])
-            return ((a * h) ** 2 * (1 - p * missing) - max(flat, 0) ** 2 - loss) / (1 + c.omega * a * h**2)
+            flat = a * h**2 + e[0] + e[1] * (p - e[3]) + e[2] * (q - e[4]) - chi / 2 * (a * h**2 + lp - lq)
+            seen = 1 - p * missing + chi * (1 - p + chi * r1**2 / 4 - p * r0**2)
+            return ((a * h) ** 2 * seen - max(flat, 0) ** 2 - loss) / (1 + c.omega * a * h**2)
 
         def rest(h, lp, lq, loss, mu=mu, nu=nu, t=t, zeta=zeta, along=along, left=left):
-            crowd = mp.log(1 + zeta * loss / ((a * h) ** 2 * (1 - mp.exp(lp)))) - mp.log(1 + zeta * short(h))
+            crowd = mp.log(1 + zeta * loss / ((a * h) ** 2 * (1 - mp.exp(lp)))) - mp.log(1 + zeta * short(h, lp, lq))
             value = mu * (mp.log(1 - mp.exp(lp)) - lp) + along * (a * h**2 + lp - lq) + (left - nu * t) * a * h**2
             return value + nu * crowd
 
@@ -221,27 +231,28 @@ def test_slopes_hold_the_derivatives_at_points(n, a, stretch) -> None:
         assert value == pytest.approx(4 * (a * middle.h.lo) ** 2 * at * (1 - at), rel=1e-12)
 
 
+@each_chi
 @each_power
 @each_setting
-def test_the_best_loss_lies_in_its_range(n, a, stretch, power) -> None:
+def test_the_best_loss_lies_in_its_range(n, a, stretch, power, chi) -> None:
     """The largest term over all losses that a row can have is the largest over the range of its box."""
     rng = np.random.default_rng(8)
-    c = columns(n, a, stretch, power)
+    c = columns(n, a, stretch, power, chi)
     lo, hi, z = boxes(c, rng, 40)
     box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
-    E, _ = c.mean_range(plane, box)
+    E = c.tilted(plane, box)
     many = some_multipliers(rng, 40, c.omega, n)
     reach = c.reach(plane, box, c.middle(lo, hi, box.loss), E)
     best = c.at_best_losses(box, reach, c.tilt(many, hi[0])).loss
     r, h, p, q = hi[0], z[1], np.exp(z[2]), np.exp(z[3])
     flat = a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
-    most = (a * h) ** 2 * (1 - p * (1 - square(c, r))) - np.maximum(flat, 0.0) ** 2
+    most = reach_of(c, (lo[0], hi[0]), h, p, q, flat)
     price = (a * h) ** 2 * (1 - p)
-    least = (a * h) ** 2 * q * (1 - square(c, h))
+    least = (a * h) ** 2 * q * np.maximum(1 - square(c, h) + chi * (1 + h**2 + np.log(p / q) / a), 0.0)
     cap = np.where(p > 0.5, np.where(np.exp(lo[2]) > 0.5, 4 * p * (1 - p), 1.0), 1.0)
     cap = np.minimum(cap, np.where(np.exp(lo[3]) > 0.5, 4 * q * (1 - q), 1.0))
     cap = np.minimum(cap, c.largest(box)) * (a * h) ** 2
-    top = np.minimum(most, price)
+    top = np.minimum(most, (1 + 2 * chi) * price)
     possible = top >= least
 
     def value(loss):
@@ -329,23 +340,24 @@ def test_slopes_of_the_split(n, a, stretch, power) -> None:
     assert c.raised(flat) == pytest.approx(flat**power, rel=1e-12)
 
 
+@each_chi
 @each_power
 @each_setting
-def test_corner_and_middle_bound_the_term_at_every_point(n, a, stretch, power) -> None:
+def test_corner_and_middle_bound_the_term_at_every_point(n, a, stretch, power, chi) -> None:
     rng = np.random.default_rng(7)
-    c = columns(n, a, stretch, power)
+    c = columns(n, a, stretch, power, chi)
     lo, hi, z = boxes(c, rng, 60)
     box, plane = c.box(lo, hi), c.plane(c.box(lo, hi))
     box, loss = with_losses(c, box, rng)
-    middle, (E, _) = c.middle(lo, hi, box.loss), c.mean_range(plane, box)
+    middle, E = c.middle(lo, hi, box.loss), c.tilted(plane, box)
     reach = c.reach(plane, box, middle, E)
     gamma = c.gamma(reach, box)
     many = some_multipliers(rng, 60, c.omega, n)
     tilt = c.tilt(many, hi[0])
     _, h, lp, lq = z
     p, q = np.exp(lp), np.exp(lq)
-    flat = np.maximum(a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt), 0.0)
-    at = (a * h) ** 2 * (1 - p * (1 - square(c, hi[0]))) - flat**2 - loss
+    flat = a * h**2 + plane.e0 + plane.ep * (p - plane.pt) + plane.eq * (q - plane.qt)
+    at = reach_of(c, (lo[0], hi[0]), h, p, q, flat) - loss
     # the term as the proof writes it, with the largest r of the box
     true = term(c, many, hi[0], h, p, q, loss / ((a * h) ** 2 * (1 - p)), np.maximum(at, 0.0))
     slopes = c.reach_slopes(box, E, plane)._replace(loss=Range.of(-np.ones(60)))
