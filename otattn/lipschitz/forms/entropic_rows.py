@@ -183,9 +183,10 @@ class EntropicRows:
         table = np.array([self.entropy, self.own, self.cap, self.root])
         table = table[:, _undominated(table, _COARSE)]
         table[1:] *= 1.0 + 1.01 * _COARSE
-        return EntropicRows(*table, self.used)
+        entropy, own, cap, root = table
+        return EntropicRows(entropy, own, cap, root, self.used)
 
-    def _rest(self, index: Array, inputs: Sequence[Any], others: int) -> Array:
+    def _rest(self, index: Any, inputs: Sequence[Any], others: int) -> Array:
         """Bounds ``(index, boxes)`` of the part of the others, by some of the cells."""
         kinds, which = np.unique(self.entropy[index], return_inverse=True)
         *most, next_one, rem = inputs
