@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from otattn._linalg import Array
+from otattn._linalg import EPS, Array
 from otattn.lipschitz.arithmetic.intervals import lift, upper
 from otattn.lipschitz.constants.cells import Maximum, boxes, maximise
 from otattn.lipschitz.forms.entropic_rows import EntropicRows
@@ -123,7 +123,8 @@ class Total:
         # over r: e_1, e_2, the largest e_3 and e_4, the squares of the others
         one, two, rem = np.cos(t0), np.sin(t1), np.maximum((1.0 - r0) * (1.0 + r0), 0.0) / r0**2
         high = wrap(upper(np.minimum(np.minimum(x1, two), np.sqrt(rem))))
-        left = np.maximum(rem - x0**2, 0.0)
+        # a difference of floats keeps no digits below its rounding, and its root has half as many
+        left = np.maximum(rem - x0**2, 0.0) + (0.0 if self.exact else 16.0 * EPS * (rem + x0**2))
         fourth = wrap(upper(np.minimum(high, np.sqrt(left))))
         value = self._others((one, two, high), np.minimum(lo[2], upper(high)), fourth, left, (r0, r1), entropic)
         with np.errstate(divide="ignore"):

@@ -197,8 +197,8 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
         raise ValueError(f"g must be at least 1, t1 positive, received {g}, {t1}.")
     own = _columns_of(multipliers, cells)
     stretch, defect = _hypotheses(head)
-    if power != 0 and not 1 <= power <= 2:
-        raise ValueError(f"power must be 0 or from 1 to 2, received {power}.")
+    if (power != 0 and not 1 <= power <= 2) or chi > 4:
+        raise ValueError(f"power must be 0 or from 1 to 2, chi at most 4, received {power} and {chi}.")
     columns = Columns(head.a, _field_share(head), stretch, n, len(head.A), (t0, g, t1), eta, tau, omega, power, chi)
     # boxes below the target need no splitting: only that none exceeds it is to be shown
     bound, cover = _cell_bound(columns, edges, own), columns.start(edges)

@@ -241,8 +241,9 @@ class Columns(Rows):
         h, p = box.h, box.p
         log_light = [tilt.lean - tilt.mu * x / np.maximum(1 - x, 1e-300) for x in (p.hi, p.lo)]
         z, pull = self.square_slope(h), tilt.nu * tilt.zeta
-        short = self.shortfall(box)
-        fall = Range(pull / (1 + tilt.zeta * short.hi), pull / (1 + tilt.zeta * short.lo))
+        short, raw = self.shortfall(box), self.signed_shortfall(box).lo  # held at zero, for no row, it has no slope
+        held = (np.asarray(lower(raw)) < 0) & (self.chi > 0)
+        fall = Range(np.where(held, 0.0, pull / (1 + tilt.zeta * short.hi)), pull / (1 + tilt.zeta * short.lo))
         own, turn = fall * (z - h * (2 * self.chi)), fall * (self.chi / self.a)
         # nu log(1 + zeta loss / price)
         gap, pull = self.gap(box), tilt.lure * tilt.zeta

@@ -237,13 +237,17 @@ class Rows:
     @property
     def widest(self) -> float:
         """Above every gap."""
-        return 1 + 2 * self.chi
+        return 1 + 2 * self.wrap(self.chi)
 
     def shortfall(self, box: Box) -> Range:
-        """``1 - z(h) + chi (1 + l_ij / a)``, the gap that the row's own token makes."""
-        along = (box.h**2 * self.a - box.lq + box.lp) * (1 / self.a)
-        short = Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo)) + (along + 1.0) * self.chi
+        """The gap that the row's own token makes, which is not negative for a row that exists."""
+        short = self.signed_shortfall(box)
         return Range(np.maximum(short.lo, 0.0), np.maximum(short.hi, 0.0))
+
+    def signed_shortfall(self, box: Box) -> Range:
+        """``1 - z(h) + chi (1 + l_ij / a)``."""
+        along = (box.h**2 * self.a - box.lq + box.lp) * (1 / self.a)
+        return Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo)) + (along + 1.0) * self.chi
 
     def seen(self, box: Box) -> Range:
         """``1 - p (1 - z(r)) + chi (1 - p + chi r^2 / 4 - p r^2)``, each r at its worst."""
@@ -272,7 +276,7 @@ class Rows:
         ah, twice = Range(a * box.h.lo, a * box.h.hi), Range(2 * E.lo, 2 * E.hi)
         of_j = 1 - self.square(box.r.hi) + self.chi * (1 + box.r.lo**2)
         return Slopes(
-            ah * (self.seen(box) * (2 * a) - twice * (2 - self.chi)),
+            ah * (self.seen(box) * (2 * a) - twice * (2 - self.wrap(self.chi))),
             -(Range(ah.lo**2, ah.hi**2) * (p * of_j)) - twice * (p * plane.ep - half),
             -(twice * (q * plane.eq + half)),
             Range.of(np.zeros_like(p.lo)),

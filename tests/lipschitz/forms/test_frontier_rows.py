@@ -268,6 +268,7 @@ def test_values_count_by_more_than_their_norm():
     assert frontier_rows(head(V=np.zeros((1, 3))), radius=1.0, n=5).value == 0.0
 
 
+@pytest.mark.slow
 def test_what_the_form_does_not_see_may_part_two_tokens():
     """Factors of a form on few of its dimensions, identity values, in both arithmetics."""
     part = oa.SoftmaxAttention.from_qkv(*FACTORS, np.eye(5), scale=9.0)

@@ -314,6 +314,21 @@ def test_slopes_of_the_row_weight(n, a, stretch) -> None:
             assert float(np.log(c.row_weight(x, g))) == pytest.approx(float(log_c(mp.log(x), mp.mpf(g))), abs=1e-10)
 
 
+def test_a_gap_that_is_held_at_zero_has_no_slope():
+    """A row opposite to the column: the middle of the box is no row, and chi made its bound .5 too small on the rows beside it."""
+    c = Columns(8.0, 8.0, 1.0, 200, 2, (0.0, 2.0, 2.64), 2.0, 0.26, 3.01, 0.0, 20.0)
+    m = Multipliers(*[np.array([x]) for x in (0.749, 0.375, 0.171, 5.17e-4, 0.102, 0.528, 0.102, 0.969)])
+    lo, hi, at = (
+        np.array(z)[:, None]
+        for z in (
+            (0.9990992807606285, 0.9999582451915702, -19.11382792451231, -0.05961931701999874),
+            (1.0, 1.0, -16.019635389173086, -0.03437235030414783),
+            (0.9996697874591061, 0.9999985764082585, -16.019635389173086, -0.0474002406223638),
+        )
+    )
+    assert c.off(lo, hi, m)[0] >= c.off(at, at, m)[0]
+
+
 @each_power
 @each_setting
 def test_slopes_of_the_split(n, a, stretch, power) -> None:
