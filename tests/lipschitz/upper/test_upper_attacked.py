@@ -56,6 +56,8 @@ def possible_rows(columns, rng, count):
     lam = 1 - p * (1 - square(columns, r)) - q * (1 - square(columns, h)) - (np.maximum(E, 0) / (a * h)) ** 2
     for x in (p, q):
         lam = np.where(x > 0.5, np.minimum(lam, 4 * x * (1 - x)), lam)
+    # no law has more in one direction: tests of row_spread
+    lam = np.minimum(lam, columns.spread((h, h), (log_q, log_q)))
     ok = (a * h >= E) & (lam >= 0) & (p > 1e-6 / n) & (p < 1 - 1e-12)
     return np.array([r, h, p, q])[:, ok], lam[ok]
 
