@@ -382,15 +382,10 @@ def test_certificates_of_searches(name: str) -> None:
     altered += [
         replace(bound, domain=other) for other in (larger, None, Box([-1.0], [1.0]), DiscreteMeasure(np.eye(3)))
     ]
-    altered += [
-        replace(bound, attention=other)
-        for other in (
-            None,
-            MaskedAttention(head),
-            SoftmaxAttention(head.A, 1.1 * head.V, bias=head.bias),
-            SoftmaxAttention(1.1 * head.A, head.V, bias=head.bias),
-        )
-    ]
+    given = {"bias": head.bias} if isinstance(head, SoftmaxAttention) else {}
+    others = [type(head)(a * head.A, v * head.V, **given) for a, v in ((1.0, 1.1), (1.1, 1.0))]
+    others += [None, MaskedAttention(head) if head.maskable else SoftmaxAttention(head.A, head.V)]
+    altered += [replace(bound, attention=other) for other in others]
     for other in altered:
         if other.verify():
             true(other)

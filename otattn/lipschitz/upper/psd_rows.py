@@ -246,8 +246,10 @@ class Rows:
 
     def signed_shortfall(self, box: Box) -> Range:
         """``1 - z(h) + chi (1 + l_ij / a)``."""
-        along = (box.h**2 * self.a - box.lq + box.lp) * (1 / self.a)
-        return Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo)) + (along + 1.0) * self.chi
+        length = Range(1 - self.square(box.h.hi), 1 - self.square(box.h.lo))
+        if not self.chi:  # a may be too small to divide by
+            return length
+        return length + ((box.h**2 * self.a - box.lq + box.lp) * (1 / self.a) + 1.0) * self.chi
 
     def seen(self, box: Box) -> Range:
         """``1 - p (1 - z(r)) + chi (1 - p + chi r^2 / 4 - p r^2)``, each r at its worst."""

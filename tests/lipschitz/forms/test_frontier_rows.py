@@ -181,7 +181,7 @@ def test_rows_of_real_attention_are_below_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_survives_climbs(seed):
     rng = np.random.default_rng(10 + seed)
     most = 0.0

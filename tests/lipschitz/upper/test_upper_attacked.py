@@ -134,7 +134,7 @@ def structured_tokens(rng, n, d):
 def test_columns_of_attention_are_below_the_boxes_of_their_rows():
     rng = np.random.default_rng(2)
     seen = 0
-    for _ in range(250):
+    for _ in range(80):
         d, n = int(rng.integers(1, 4)), int(rng.integers(2, 12))
         values = np.append(1.0, rng.choice([0.0, 0.01, 1.0], d - 1)) * 10 ** rng.uniform(-1, 1.7)
         X = structured_tokens(rng, n, d)
