@@ -24,8 +24,8 @@ _STEP = 1e-5
 """Of the differences that stand for derivatives."""
 _CLIMBS = 2
 """Rounds in which the largest rows are sought and the multipliers fitted to them."""
-_ALIKE, _CHIS = 12.0, (0.0, 0.25, 0.45)
-"""Up to this ``||A|| R^2`` rows and the tokens that they see are close to each other, and chi is chosen from these."""
+_ALIKE, _CHIS = (1e-2, 12.0), (0.0, 0.25, 0.45)
+"""Between these ``||A|| R^2`` rows and the tokens that they see are close to each other, and chi is chosen from these."""
 _LARGEST = 80
 """Rows that enter the program of the multipliers."""
 _LOW = np.array([1e-3, 0.0, -3.0, -12.0, 0.0, -6.0, 1e-3])
@@ -132,7 +132,8 @@ class _Values:
         light = np.log1p(-np.minimum(p, 1 - 1e-16))
         self.n, self.d, self.bend = columns.n, columns.d, columns.a * rows.r**2
         self.logit = columns.a * h**2 - lq + lp
-        self.gap, self.short = rows.gap, 1 - columns.square(h) + columns.chi * (1 + self.logit / columns.a)
+        along = columns.chi * (1 + self.logit / columns.a) if columns.chi else 0.0
+        self.gap, self.short = rows.gap, 1 - columns.square(h) + along
         self.square, self.omega = columns.a * h**2, columns.omega
         thin = 1 + columns.omega * self.square
         split = columns.t(h) * columns.raised(columns.variance(rows.gamma, h))
@@ -231,7 +232,7 @@ def _own(columns: Columns, r: Array, cells: int) -> Array:
 def choose(base: Columns, *, deep: bool, most_zeta: float) -> Plan:
     """Weights and multipliers that make the sampled bound small, ``zeta`` at most so much: the larger, the more boxes."""
     high = _high(most_zeta)
-    if deep and base.a <= _ALIKE:
+    if deep and _ALIKE[0] <= base.a <= _ALIKE[1]:
         trials = [replace(base, chi=chi) for chi in _CHIS]
         base = min(trials, key=lambda x: _weights(x, high, deep=False)[0])
     _, columns, radii, memory = _weights(base, high, deep=deep)
