@@ -335,10 +335,10 @@ def _calls(g: Draw) -> dict[str, tuple[float, Callable[[], Any]]]:
             0.02,
             lambda: oa.relaxations.logit_gap(g.softmax(), radius=size["radius"](), effort=g.number("fast")).value,
         ),
-        "relaxations.sinkhorn_identity": (
+        "relaxations.sinkhorn_symmetric": (
             0.02,
             lambda: (
-                oa.relaxations.sinkhorn_identity(
+                oa.relaxations.sinkhorn_symmetric(
                     oa.SinkhornAttention(g.symmetric(), g.matrix()), radius=size["radius"](), n=size["n"]()
                 ).value
             ),

@@ -40,7 +40,7 @@ PSD, any measure      covariances of columns, variances of rows              :mo
 logit gaps            a column pays by its gap to the row's largest logit    :mod:`~otattn.lipschitz.forms.logit_gap`
 whole rows            K and D of a row together; what its own token takes    :mod:`~otattn.lipschitz.forms.frontier_rows`
 A = -alpha I          anchors that others use have dead rows                 :mod:`~otattn.lipschitz.forms.negative_identity`
-Sinkhorn, alpha I     a form over pairs of tokens, positive kernels          :mod:`~otattn.lipschitz.forms.sinkhorn_identity`
+Sinkhorn, A = A^T     a form over pairs of tokens, positive kernels          :mod:`~otattn.lipschitz.forms.sinkhorn_symmetric`
 two tokens            along and across their difference; quadratic forms     :mod:`~otattn.lipschitz.forms.two_tokens`
 masked                conditional W_p                                        :mod:`~otattn.lipschitz.upper.masked`
 L2, rotary            logit gradients that depend on the key                 :mod:`~otattn.lipschitz.upper.l2`

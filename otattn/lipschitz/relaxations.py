@@ -9,7 +9,7 @@ from otattn.lipschitz.forms.frontier_rows import frontier_rows
 from otattn.lipschitz.forms.logit_gap import logit_gap
 from otattn.lipschitz.forms.negative_identity import negative_identity
 from otattn.lipschitz.forms.psd_mean_field import psd_mean_field
-from otattn.lipschitz.forms.sinkhorn_identity import sinkhorn_identity
+from otattn.lipschitz.forms.sinkhorn_symmetric import sinkhorn_symmetric
 from otattn.lipschitz.forms.two_tokens import two_tokens
 from otattn.lipschitz.upper.mean_field import mean_field
 from otattn.lipschitz.upper.near_tokens import near_tokens
@@ -31,6 +31,6 @@ __all__ = [
     "row_certificate",
     "rows_and_columns",
     "self_entropy",
-    "sinkhorn_identity",
+    "sinkhorn_symmetric",
     "two_tokens",
 ]

@@ -53,8 +53,8 @@ POSITIVE = (0, 4, 7)
 """Of the forms below, those that are positive semidefinite."""
 NEGATIVE = (1,)
 """Negative multiples of the identity."""
-IDENTITY = (0, 1)
-"""Multiples of the identity."""
+SYMMETRIC = (0, 1, 10, 11)
+"""Symmetric, with eigenvalues of about one size."""
 
 
 def form(rng, d, reach, forms=None):
@@ -71,6 +71,8 @@ def form(rng, d, reach, forms=None):
         0 * B,
         B,
         B,
+        np.eye(d) - 2.0 * np.outer(B[0], B[0]) / (B[0] @ B[0]),
+        np.eye(d) - 2.0 * np.outer(B[0], B[0]) / (B[0] @ B[0]) + 0.2 * (B + B.T) / np.linalg.norm(B + B.T),
     )[int(rng.integers(10) if forms is None else rng.choice(forms))]
     size = np.linalg.norm(A, 2)
     logits = 10 ** (rng.uniform(1.5, 3) if rng.random() < 0.1 else rng.uniform(-1.5, 1.6))

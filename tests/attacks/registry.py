@@ -143,7 +143,7 @@ RUNS = {
     "relaxations.negative_identity": 3,
     "relaxations.psd_mean_field": 2,
     "relaxations.logit_gap": 2,
-    "relaxations.sinkhorn_identity": 3,
+    "relaxations.sinkhorn_symmetric": 3,
     "relaxations.frontier_rows": 2,
     "enclosure_table": 1,
     "bounds.fixed_query_bound": 5,

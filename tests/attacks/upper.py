@@ -13,7 +13,7 @@ from exact import distance as exact_distance
 from exact import exact, field_stretch, masses, stretch
 from exact import image as exact_image
 from outcomes import Outcome, Refused, asked, attempt, settled
-from problems import ALL, IDENTITY, NEGATIVE, ORDERS, POSITIVE, SOFTMAX, Problem, measure, problem
+from problems import ALL, NEGATIVE, ORDERS, POSITIVE, SOFTMAX, SYMMETRIC, Problem, measure, problem
 from regions import around
 
 import otattn as oa
@@ -277,9 +277,9 @@ UPPER: dict[str, Callable[[np.random.Generator], Outcome]] = {
             {"kinds": ("softmax",), "forms": NEGATIVE, "plain": True, "any_measure": False, **BALL, "sizes": (3, 4, 6)},
         ),
         (
-            "relaxations.sinkhorn_identity",
-            on_domain(R.sinkhorn_identity),
-            {"kinds": ("sinkhorn",), "forms": IDENTITY, "plain": True},
+            "relaxations.sinkhorn_symmetric",
+            on_domain(R.sinkhorn_symmetric),
+            {"kinds": ("sinkhorn",), "forms": SYMMETRIC, "plain": True},
         ),
         (
             "relaxations.frontier_rows",

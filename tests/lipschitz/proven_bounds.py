@@ -241,7 +241,7 @@ def searched() -> dict[str, Maker]:
         "psd": lambda: relaxations.psd(PSD, radius=1.0, n=3, effort="fast"),
         "negative_identity": lambda: relaxations.negative_identity(NEGATIVE, radius=1.0, n=4),
         "psd_mean_field": lambda: relaxations.psd_mean_field(PSD, radius=1.0),
-        "sinkhorn_identity": lambda: relaxations.sinkhorn_identity(SinkhornAttention(2.0 * np.eye(3), V), radius=1.0),
+        "sinkhorn_symmetric": lambda: relaxations.sinkhorn_symmetric(SinkhornAttention(2.0 * np.eye(3), V), radius=1.0),
         "logit_gap": lambda: relaxations.logit_gap(SOFTMAX, radius=2.0),
         "frontier_rows": lambda: relaxations.frontier_rows(SOFTMAX, radius=1.0, n=4),
     }

@@ -29,7 +29,7 @@ CERTIFICATES = {
     "negative_identity": lambda: oa.relaxations.negative_identity(NEGATIVE, radius=1.0, n=3),
     "psd_mean_field": lambda: oa.relaxations.psd_mean_field(POSITIVE, radius=1.0),
     "logit_gap": lambda: oa.relaxations.logit_gap(ATTENTION, radius=2.0),
-    "sinkhorn_identity": lambda: oa.relaxations.sinkhorn_identity(
+    "sinkhorn_symmetric": lambda: oa.relaxations.sinkhorn_symmetric(
         oa.SinkhornAttention(4.0 * np.eye(2), np.eye(2)), radius=1.0
     ),
     "frontier_rows": lambda: oa.relaxations.frontier_rows(ATTENTION, radius=1.0, n=3),

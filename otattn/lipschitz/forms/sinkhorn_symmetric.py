@@ -1,33 +1,38 @@
-r"""Sinkhorn attention with ``A = alpha I``: its derivative is a quadratic form over pairs of tokens, and so is what bounds it.
+r"""Sinkhorn attention with a symmetric form: its derivative is a quadratic form over pairs of tokens, and so is what bounds it.
 
-Let R be the radius of a ball around the tokens, ``a = |alpha| R^2``, ``o`` the sign of alpha, lengths in units of R. The
-potentials absorb a shift of the tokens, so the ball may be the centred unit ball. With weights w, the coupling is ``pi_ij = w_i
-w_j u_i u_j e^{o a <x_i, x_j>}``, symmetric with marginals w, and ``P = pi / w``. Sums run over i and j.
+**Turned forms.** Let A be symmetric without zero eigenvalues, ``A = |A|^{1/2} O |A|^{1/2}`` with O symmetric and orthogonal
+(``alpha I``: plus or minus the identity), and ``cond(A)`` the ratio of the largest to the least eigenvalue of ``|A|``. On ``x' =
+|A|^{1/2} x`` the same couplings are those of the form O, so F is ``V |A|^{-1/2}`` after the map with form O and values I: its
+constant is at most ``||V|| cond(A)^{1/2}`` times that of O on a ball of radius ``||A||^{1/2} R``, R that of a ball around the tokens.
 
-**The derivative is self-adjoint.** In the proof of :func:`otattn.bounds.sinkhorn_bound`, Q the projection of ``L^2(pi)`` off the
-sums ``phi_i + psi_j``, the derivative J of F for V = I is
+The potentials absorb a shift of the tokens, so the ball may be the centred one, and in units of its radius the unit ball, for the
+form ``a O``, ``a = ||A|| R^2``. With weights w, the coupling is ``pi_ij = w_i w_j u_i u_j e^{a <x_i, O x_j>}``, symmetric with
+marginals w, and ``P = pi / w``. Sums run over i and j.
 
-.. math:: \langle\zeta, J\epsilon\rangle_w = \sum \pi_{ij} \langle\zeta_i, \epsilon_j\rangle
-          + o a \sum \pi_{ij} \langle\zeta_i, x_j\rangle (Q s)_{ij}, \qquad
-          s_{ij} = \langle\epsilon_i, x_j\rangle + \langle x_i, \epsilon_j\rangle .
+**The derivative, turned by O, is self-adjoint.** In the proof of :func:`otattn.bounds.sinkhorn_bound`, Q the projection of
+``L^2(pi)`` off the sums ``phi_i + psi_j``, the derivative J of F for V = I is, with O zeta for zeta,
 
-As pi is symmetric, Q commutes with the exchange of i and j: the second sum is half of ``o a <Q s^zeta, Q s^eps>``. So J is
-self-adjoint, and ``<eps, J eps> = <eps, P eps> + o (a/2) |Q s|^2``. As ``|P| <= 1``, and ``P >= 0`` for o = 1 since ``e^{a <x,
-y>}`` is a positive kernel, its norm is at most the larger of 1 and the largest value of ``o J``. ``|Q s|`` is at most the
-distance of s from ``phi_i + phi_j`` with ``phi_i = o tau <eps_i, x_i>``:
+.. math:: \langle O\zeta, J\epsilon\rangle_w = \sum \pi_{ij} \langle O\zeta_i, \epsilon_j\rangle
+          + a \sum \pi_{ij} \langle\zeta_i, O x_j\rangle (Q s)_{ij}, \qquad
+          s_{ij} = \langle\epsilon_i, O x_j\rangle + \langle O x_i, \epsilon_j\rangle .
 
-.. math:: |Qs|^2 \le \sum \pi_{ij} \bigl(\langle\epsilon_i, x_j - o\tau x_i\rangle
-          + \langle\epsilon_j, x_i - o\tau x_j\rangle\bigr)^2 .
+As pi is symmetric, Q commutes with the exchange of i and j: the second sum is half of ``a <Q s^zeta, Q s^eps>``. So O J is
+self-adjoint, and ``<eps, O J eps> = <eps, O P eps> + (a/2) |Q s|^2``. As ``|P| <= 1`` it is at least -1, and its norm, which is that
+of J, is at most the larger of 1 and its largest value. ``|Q s|`` is at most the distance of s from ``phi_i + phi_j`` with ``phi_i =
+tau <eps_i, x_i>``:
 
-**Closed form.** For one pair, with ``p = y - o tau x``, ``q = x - o tau y``, let C be the largest eigenvalue of ``a L L^T + o (0,
-I; I, 0)``, ``L = (p, q)``: the mean over pi gives ``o J <= C``. Vectors ``(v, o v)`` and ``(v, -o v)`` split L into parts of
-squares ``S = (1 - tau)^2 |y + o x|^2 / 2`` and ``D = (1 + tau)^2 |y - o x|^2 / 2``, so C is the larger root of ``C^2 - 1 = a S (C
-+ 1) + a D (C - 1)``; ``|y + o x|^2 + |y - o x|^2 <= 4``, so one of them is 0 at the worst: C is at most the larger of ``1 + 2 a
+.. math:: |Qs|^2 \le \sum \pi_{ij} \bigl(\langle\epsilon_i, O x_j - \tau x_i\rangle
+          + \langle\epsilon_j, O x_i - \tau x_j\rangle\bigr)^2 .
+
+**Closed form.** For one pair, with ``p = O y - tau x``, ``q = O x - tau y``, let C be the largest eigenvalue of ``a L L^T + (0, O;
+O, 0)``, ``L = (p, q)``: the mean over pi gives ``|J| <= max(1, C)``. Vectors ``(v, O v)`` and ``(v, -O v)`` split L into parts of
+squares ``S = (1 - tau)^2 |x + O y|^2 / 2`` and ``D = (1 + tau)^2 |x - O y|^2 / 2``, so C is the larger root of ``C^2 - 1 = a S (C
++ 1) + a D (C - 1)``; ``|x + O y|^2 + |x - O y|^2 <= 4``, so one of them is 0 at the worst: C is at most the larger of ``1 + 2 a
 (1 - tau)^2`` and ``2 a (1 + tau)^2 - 1``. With ``tau = min(1, 1/(4a))``: ``|J| <= 2 a + 1/(8a)`` for ``a >= 1/4``, and ``|J| <=
-1`` below, where the constant is ``||V||``, that of a translation.
+1`` below, where for ``A = alpha O`` the constant is ``||V||``, that of a translation. A reflection has ``2 a`` at two atoms.
 
-**Positive kernels.** Let ``o = 1``. ``e^{a <x, y> + t |x - y|^2 / 2}`` is positive for ``t <= a``: up to factors of x and of y it
-is ``e^{(a - t) <x, y>}``. So, besides ``sum pi_ij <eps_i ^ x_i, eps_j ^ x_j>``, these are not negative:
+**Positive kernels.** Let A be positive definite, ``O = I``. ``e^{a <x, y> + t |x - y|^2 / 2}`` is positive for ``t <= a``: up to
+factors of x and of y it is ``e^{(a - t) <x, y>}``. So, besides ``sum pi_ij <eps_i ^ x_i, eps_j ^ x_j>``, these are not negative:
 
 .. math:: \sum \pi_{ij} \bigl(\langle\epsilon_i, \epsilon_j\rangle \langle x_i, x_j\rangle - \langle\epsilon_i, x_j\rangle \langle x_i,
           \epsilon_j\rangle\bigr), \qquad \sum \pi_{ij} e^{t |x_i - x_j|^2 / 2} \langle\epsilon_i, \epsilon_j\rangle .
@@ -41,13 +46,13 @@ negative.
           y\rangle\bigr) \langle\epsilon, \eta\rangle - \kappa \langle\epsilon, y\rangle \langle x, \eta\rangle
           \le \tfrac{C}{2} \bigl(|\epsilon|^2 + |\eta|^2\bigr) ,
 
-the mean over pi gives ``|J| <= a C``, and ``W_2-Lip(F) <= ||V|| a C`` for every measure, by the last step of the proof there. In
-the plane of x and y this asks that no eigenvalue of a matrix of order 4 exceed C, across it that ``|1/a + beta f + kappa <x, y>|
-<= C``. It is symmetric in x and y, so ``|y| <= |x|``: the cells are boxes of ``(|x|, |y|, angle)``.
+the mean over pi gives ``|J| <= a C``, and ``W_2-Lip(F) <= cond(A)^{1/2} ||V|| a C`` for every measure, by the last step of the proof
+there. In the plane of x and y this asks that no eigenvalue of a matrix of order 4 exceed C, across it that ``|1/a + beta f + kappa
+<x, y>| <= C``. It is symmetric in x and y, so ``|y| <= |x|``: the cells are boxes of ``(|x|, |y|, angle)``.
 
 **Sharp.** A token at x whose mass tends to 0 while all others lie at -x, a large, has the constant ``max_p p + 8 a p
-(1-p)/(1+p)``, about ``1.373 a + 0.41``. For ``o = 1`` the bound is at most 8 percent above what an ascent over measures reached (a
-from 0.05 to 200; most near 0.37).
+(1-p)/(1+p)``, about ``1.373 a + 0.41``. For ``A = alpha I``, alpha > 0, the bound is at most 8 percent above what an
+ascent over measures reached (a from 0.05 to 200; most near 0.37).
 """
 
 from __future__ import annotations
@@ -60,12 +65,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from otattn._linalg import Array
+from otattn._linalg import Array, product_error, spectral_norm_upper
 from otattn.attention import SinkhornAttention
 from otattn.attention.head import Head, check_sizes
 from otattn.lipschitz.arithmetic.balls import arithmetic_of
 from otattn.lipschitz.arithmetic.intervals import Interval, lift, lower, upper
-from otattn.lipschitz.arithmetic.rounding import product, top, up
+from otattn.lipschitz.arithmetic.rounding import down, product, top, up
 from otattn.lipschitz.bound import Bound
 from otattn.lipschitz.certificate import Statement, certify, dual_function, multiplier, problem_function
 from otattn.lipschitz.constants._solve import number
@@ -76,11 +81,13 @@ from otattn.lipschitz.theorem import prove, theorem
 from otattn.measures.domains import Domain
 
 _RANGE = 1e-6, 1e12
-"""``|alpha| R^2``: below it the closed form has all digits, above it nothing changes."""
+"""``||A|| R^2``: below it the closed form has all digits, above it nothing changes."""
 _CELLS = {"fast": 300_000, "deep": 1_500_000}
 _CHUNK = 20_000
 _MOST = 20.0
 """Limit of the multipliers, above which none is of use."""
+_WIDEST = 2.0
+"""Limit of ``cond(A)^{1/2}``: from 1.46 on :func:`otattn.bounds.sinkhorn_bound` is the less."""
 _NAMES = "tau", "kappa", "beta", "rate"
 _STARTS = [0.2, 0.1, -2.7, -1.0], [0.37, -0.5, -2.2, 3.0]
 """``tau``, the logarithms of ``kappa`` and ``beta``, the logit of the rate over its largest."""
@@ -201,57 +208,74 @@ def largest_of_boxes(mid: Array, rad: Array) -> Array:
 
 
 def _form(attention: Any, domain: Any, n: int | None, p: float) -> str | None:
-    A = attention.A
-    if A.shape[0] != A.shape[1] or np.any(A[0, 0] * np.eye(len(A)) != A) or not A[0, 0]:
-        return "the form A must be alpha I, alpha not zero"
-    a = _size(attention, domain, False)
+    if attention.A.shape[0] != attention.A.shape[1] or np.any(attention.A != attention.A.T):
+        return "the form A must be symmetric"
+    size, root, _ = _spectrum(attention.A, False)
+    a = _size(size, domain, False)
     if not _RANGE[0] <= a <= _RANGE[1]:
-        return f"|alpha| R^2 must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {a:g}"
+        return f"||A|| R^2 must lie in [{_RANGE[0]:g}, {_RANGE[1]:g}], received {a:g}"
+    if not root <= _WIDEST:
+        return f"the eigenvalues of A must be within a factor {_WIDEST**2:g} of each other in absolute value"
     return None
 
 
-def _size(attention: Any, domain: Domain, exact: bool) -> float:
-    """``|alpha| R^2``, from above."""
+def _size(size: Interval, domain: Domain, exact: bool) -> float:
+    """``||A|| R^2``, from above."""
     radius = Region.of(domain, exact=exact).radius
-    alpha = abs(float(attention.A[0, 0]))
-    return float(top(product(lift(alpha) if exact else alpha, radius, radius)))
+    return top(product(size, radius, radius))
 
 
-@problem_function("sinkhorn_identity")
+def _spectrum(A: Array, exact: bool) -> tuple[Interval, float, bool]:
+    """``||A||`` and ``cond(A)^{1/2}`` of a symmetric A, from above, and whether A is positive definite.
+
+    ``||A^2 - m I|| <= r`` puts the squares of its eigenvalues within r of m, and with a negative one ``||A - m^{1/2} I|| >= m^{1/2}``.
+    """
+    squares, eye, M = np.linalg.eigvalsh(A) ** 2, np.eye(len(A)), arithmetic_of(exact).matrix(A)
+    middle = 0.5 * float(squares.min() + squares.max())
+    off = lift(top(spectral_norm_upper(M @ M - middle * eye))) + product_error(M, M) + 1e-15 * middle
+    low, high = lift(middle) - off, lift(middle) + off
+    root = top(np.sqrt(np.sqrt(high / low))) if lower(low) > 0.0 else math.inf
+    centre = math.sqrt(middle)
+    return np.sqrt(high), root, up(top(spectral_norm_upper(M - centre * eye))) < down(centre)
+
+
+@problem_function("sinkhorn_symmetric")
 def _problem(statement: Statement) -> dict[str, Any]:
     attention, domain, p = statement.attention, statement.domain, statement.p
     check_sizes(attention)
     why = _applies(attention, domain, statement.n, p)
     if why is not None:
-        raise ValueError(f"sinkhorn_identity does not apply: {why}; use bounds.sinkhorn_bound.")
+        raise ValueError(f"sinkhorn_symmetric does not apply: {why}; use bounds.sinkhorn_bound.")
     head = Head.of(attention, attention.A, attention.V, arithmetic=arithmetic_of(statement.exact))
     region = replace(Region.of(domain, exact=statement.exact), center=None)
-    a = _size(attention, domain, statement.exact)
+    size, root, positive = _spectrum(attention.A, statement.exact)
     return {
-        "a": a,
-        "v": see(head, region).v,
-        "positive": attention.A[0, 0] > 0.0,
+        "a": _size(size, domain, statement.exact),
+        "v": product(see(head, region).v, lift(root) if statement.exact else root),
+        "positive": positive,
         "target": number(statement.options, "target", least=0.0),
     }
 
 
-@dual_function("sinkhorn_identity", exact=True)
+@dual_function("sinkhorn_symmetric", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     a, v = problem["a"], problem["v"]
     if not multipliers:
         return _value(v, a, math.inf)
     if not problem["positive"]:
-        raise ValueError("for alpha < 0 there is the closed form alone, without multipliers.")
+        raise ValueError(
+            "for a form that is not positive definite there is the closed form alone, without multipliers."
+        )
     tau, kappa, beta, rate = (float(multiplier(multipliers, key, (1,), sign=True)[0]) for key in _NAMES)
     if max(tau, kappa, beta, rate) > _MOST or rate > a:
-        raise ValueError(f"the multipliers must be at most {_MOST:g}, and rate at most alpha R^2 = {a:g}.")
+        raise ValueError(f"the multipliers must be at most {_MOST:g}, and rate at most ||A|| R^2 = {a:g}.")
     pairs = Pairs(a, tau, kappa, beta, rate)
     found = proved_below(pairs.bound, *pairs.cover(), target=problem["target"], max_cells=2 * _CELLS["deep"])
     return _value(v, a, found)
 
 
 def _value(v: Any, a: float, found: float) -> Any:
-    """``||V||`` times the less of ``a C`` and the closed form, outward."""
+    """``cond(A)^{1/2} ||V||`` times the less of ``a C`` and the closed form, outward."""
     closed = up(2.0 * a + up(0.125 / a)) if a > 0.25 else 1.0
     return product(v, min(closed, up(max(a, 1.0) * (1.0 + 1e-15) * found)))
 
@@ -260,19 +284,22 @@ _applies = every(sinkhorn, order_two, _form)
 
 
 @theorem(
-    "sinkhorn_identity",
-    statement="v (2a + 1/(8a)), v for a <= 1/4; for alpha > 0 v a C, C a maximum over pairs of tokens",
-    hypotheses="Sinkhorn, A = alpha I; any domain and n; p = 2",
+    "sinkhorn_symmetric",
+    statement="k v (2a + 1/(8a)), k v for a <= 1/4; for A > 0 k v a C, C a maximum over pairs of tokens; k^2 = cond(A)",
+    hypotheses="Sinkhorn, A symmetric, cond(A) at most 4; any domain and n; p = 2",
     applies=_applies,
     closed=False,
     measures=True,
 )
-def sinkhorn_identity(
+def sinkhorn_symmetric(
     attention: SinkhornAttention, domain: Domain, n: int | None, p: float, *, effort: str = "fast"
 ) -> Bound:
-    """Upper bound of ``W_2-Lip(F)`` of Sinkhorn attention with ``A = alpha I``, any n and any measure, by branch and bound.
+    """Upper bound of ``W_2-Lip(F)`` of Sinkhorn attention with a symmetric A, any n and any measure, by branch and bound.
 
-    For ``|alpha| R^2 <= 1/4`` it is ``||V||``; for alpha > 0 at most 8 percent above the largest local constants that are known.
+    Made for ``A = alpha O``, O symmetric and orthogonal: plus or minus the identity, a reflection, an exchange of coordinates. It is
+    ``||V||`` for ``|alpha| R^2 <= 1/4``, and from 1 on at most 6 percent above ``2 |alpha| R^2 ||V||``, which reflections attain; for
+    alpha I, alpha > 0, at most 8 percent above the largest local constants that are known. Other forms cost the square root of
+    their condition number.
 
     Other Parameters
     ----------------
@@ -287,8 +314,8 @@ def sinkhorn_identity(
     Examples
     --------
     >>> from otattn.attention import SinkhornAttention
-    >>> bound = sinkhorn_identity(SinkhornAttention([[4.0]], [[1.0]]), radius=1.0)
-    >>> bound.value < 6.2, bound.verify()   # 8.12 for a general A of this norm; 5.92 is attained
+    >>> bound = sinkhorn_symmetric(SinkhornAttention([[4.0]], [[1.0]]), radius=1.0)
+    >>> bound.value < 6.2, bound.verify()   # 8.12 for -4; 5.92 is attained
     (True, True)
     """
     check_sizes(attention)
@@ -305,7 +332,7 @@ def sinkhorn_identity(
             given = {key: np.array([getattr(pairs, key)]) for key in _NAMES}
             target, claim = found.value, (found.cells, found.status(tol), found.seen)
     return certify(
-        "sinkhorn_identity",
+        "sinkhorn_symmetric",
         statement=replace(statement, options={"target": target}),
         multipliers=given,
         solver="Nelder-Mead; branch and bound" if given else "none",
