@@ -24,7 +24,6 @@ from otattn.lipschitz.constants.regions import largest_norm
 
 SIZES = (1.0, 4.0, 16.0)
 TOKENS = 64
-SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
 
 
 def generic(d: int = 3) -> np.ndarray:
@@ -56,9 +55,9 @@ def orders(sizes: tuple[float, ...]) -> list[list[str]]:
 
 def sinkhorn(sizes: tuple[float, ...]) -> list[list[str]]:
     rows = []
-    for name, A in (("I", np.eye(2)), ("-I", -np.eye(2)), ("reflection", SWAP)):
+    for name, A in (("I", np.eye(3)), ("-I", -np.eye(3)), ("reflection", np.diag([1.0, 1.0, -1.0]))):
         for a in sizes:
-            attention = oa.SinkhornAttention(A, np.eye(2))
+            attention = oa.SinkhornAttention(A, np.eye(3))
             low = max(oa.lipschitz_lower_bound(attention, radius=a**0.5, n=n, rng=0).value for n in (2, 8, None))
             high = oa.lipschitz_upper_bound(attention, radius=a**0.5).value
             rows.append([name, f"{a:g}", f"{low:.4g}", f"{high:.4g}", f"{high / low:.3f}"])

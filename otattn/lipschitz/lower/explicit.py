@@ -8,7 +8,7 @@ linear functional of the derivatives, by forward differences. For causal maps th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -127,6 +127,8 @@ def _starts(layout: Layout, rng: np.random.Generator, count: int) -> list[tuple[
         shares = np.stack([-LIGHTER, np.zeros_like(LIGHTER)], axis=1)
         pairs = np.repeat(np.stack([z, other], axis=1), len(LIGHTER), axis=0)
         batches.append(Candidates(pairs, np.tile(shares, (len(z), 1))))
+    if len(problem.forms) == 1:
+        batches += [replace(b, log_weights=b.log_weights + total) for b in witnesses.polyhedra(chart, rng, 2)]
     for c in (2, 3, 4):
         if n is None or c <= n:
             batches.append(witnesses.random_tokens(chart, n or 1000, c, count, rng))

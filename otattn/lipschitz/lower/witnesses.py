@@ -20,7 +20,11 @@ from otattn.lipschitz.lower.singular import unit
 
 def _boundary(chart: Chart, y: Array) -> Array:
     """Latents on the boundary whose image points along ``y (m, r)``."""
-    z = y @ np.linalg.pinv(chart.E).T
+    return _outermost(chart, y @ np.linalg.pinv(chart.E).T)
+
+
+def _outermost(chart: Chart, z: Array) -> Array:
+    """Latents on the boundary, in the directions of ``z``."""
     return np.asarray(z / np.maximum(chart.size(z), 1e-300)[..., None])
 
 
@@ -246,6 +250,24 @@ def self_block(problem: Problem, rng: np.random.Generator, *, count: int = 24) -
     few = sorted({1, min(2, n - 1), max(1, round(n**0.5)), max(1, n // 4), max(1, n // 2)})
     counts = np.concatenate([_counts(n, k) for k in few])
     return Candidates(chart.clip(latents), counts[np.arange(len(latents)) % len(counts)])
+
+
+def polyhedra(chart: Chart, rng: np.random.Generator, count: int) -> list[Candidates]:
+    """Equal atoms on the boundary: regular triangles, tetrahedra, and prisms over triangles of ever smaller height.
+
+    Under repulsion (Sinkhorn attention, ``A = -alpha I``) a token of a prism sees four others, over which its displacement decides.
+    """
+    dim = chart.latent_dim
+    angles = 2.0 * np.pi * np.arange(3) / 3.0
+    flat = np.stack([np.cos(angles), np.sin(angles), 0.0 * angles], axis=1)
+    shapes = [flat[:, :2]]
+    if dim >= 3:
+        corners = np.array([[1.0, 1.0, 1.0], [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, 1.0]])
+        prisms = [np.concatenate([flat + [0.0, 0.0, h], flat - [0.0, 0.0, h]]) for h in (0.06, 0.1, 0.2, 0.32, 0.45)]
+        shapes += [corners, *prisms]
+    frames = np.linalg.qr(rng.standard_normal((count, dim, dim)))[0]
+    turned = [unit(x)[0] @ np.swapaxes(frames[:, :, : x.shape[1]], 1, 2) for x in shapes if x.shape[1] <= dim]
+    return [Candidates(_outermost(chart, z), np.zeros(z.shape[:2])) for z in turned]
 
 
 def random_tokens(chart: Chart, n: int, c: int, count: int, rng: np.random.Generator) -> Candidates:

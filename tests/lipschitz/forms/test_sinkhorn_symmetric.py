@@ -115,6 +115,34 @@ def test_a_reflection_is_enclosed_within_seven_percent():
     assert oa.lipschitz_upper_bound(attention, radius=1.0).theorem == "sinkhorn_symmetric"
 
 
+def prism(height):
+    """The corners of a prism over a regular triangle, on the sphere."""
+    angles = 2.0 * np.pi * np.arange(3) / 3.0
+    flat = np.stack([np.cos(angles), np.sin(angles), 0.0 * angles], axis=1)
+    X = np.concatenate([flat + [0.0, 0.0, height], flat - [0.0, 0.0, height]])
+    return X / np.linalg.norm(X, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("a", "height", "part"), [(16.0, 0.33, 1.26), (1000.0, 0.062, 1.49)])
+def test_under_repulsion_a_prism_has_three_quarters(a, height, part):
+    """A token sees the four far corners; antipodes in the plane have a alone."""
+    equal = np.full(6, 1.0 / 6.0)
+    known = constant(prism(height), equal, -a)
+    attention = oa.SinkhornAttention(-a * np.eye(3), np.eye(3), tol=1e-12)
+    assert part * a < known <= sinkhorn_symmetric(attention, radius=1.0).value
+    assert oa.local_lipschitz(attention, oa.DiscreteMeasure(prism(height), equal)).value == pytest.approx(
+        known, rel=1e-6
+    )
+    if a < 100.0:
+        assert oa.lipschitz_lower_bound(attention, radius=1.0, n=6, rng=0).value > 0.99 * known
+
+
+def test_under_repulsion_a_tetrahedron_splits():
+    """At a = 4 its atoms part in two: 1.024 a; no measure of the plane that is known has more than a."""
+    attention = oa.SinkhornAttention(-4.0 * np.eye(3), np.eye(3))
+    assert 4.09 < oa.lipschitz_lower_bound(attention, radius=1.0, rng=0).value <= 8.04
+
+
 FORMS = {
     **REFLECTIONS,
     "definite": np.array([[1.0, 0.2], [0.2, 0.8]]),
