@@ -141,9 +141,15 @@ def _gaps_count(attention: SoftmaxAttention, n: int | None, p: float, closed: li
     return kappa > 0.4 * row / v and 0.5 * kappa + math.log(0.66 * row) < best
 
 
+def _many(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
+    """Two tokens have a sharper theorem (measured)."""
+    return n != 2 or not _few_dimensions(attention, n, p, closed)
+
+
 _Rule = Callable[[SoftmaxAttention, "int | None", float, list[Bound]], bool]
 _RULES: dict[str, _Rule] = {
     "two_tokens": _few_dimensions,
+    "psd": _many,
     "negative_identity": _rows_count,
     "frontier_rows": _rows_of_a_form,
     "mean_field": _columns_count(lambda kappa: -0.5),

@@ -27,9 +27,10 @@ tau <eps_i, x_i>``:
 **Closed form.** For one pair, with ``p = O y - tau x``, ``q = O x - tau y``, let C be the largest eigenvalue of ``a L L^T + (0, O;
 O, 0)``, ``L = (p, q)``: the mean over pi gives ``|J| <= max(1, C)``. Vectors ``(v, O v)`` and ``(v, -O v)`` split L into parts of
 squares ``S = (1 - tau)^2 |x + O y|^2 / 2`` and ``D = (1 + tau)^2 |x - O y|^2 / 2``, so C is the larger root of ``C^2 - 1 = a S (C
-+ 1) + a D (C - 1)``; ``|x + O y|^2 + |x - O y|^2 <= 4``, so one of them is 0 at the worst: C is at most the larger of ``1 + 2 a
-(1 - tau)^2`` and ``2 a (1 + tau)^2 - 1``. With ``tau = min(1, 1/(4a))``: ``|J| <= 2 a + 1/(8a)`` for ``a >= 1/4``, and ``|J| <=
-1`` below, where for ``A = alpha O`` the constant is ``||V||``, that of a translation. A reflection has ``2 a`` at two atoms.
++ 1) + a D (C - 1)``. ``C <= c`` is linear in these squares, whose sum is at most 4 before the factors: one of them is 0 at the
+worst, and C is at most the larger of ``1 + 2 a (1 - tau)^2`` and ``2 a (1 + tau)^2 - 1``. With ``tau = min(1, 1/(4a))``: ``|J| <=
+2 a + 1/(8a)`` for ``a >= 1/4``, and ``|J| <= 1`` below, where for ``A = alpha O`` the constant is ``||V||``, that of a translation.
+A reflection has ``2 a`` at two atoms.
 
 **Positive kernels.** Let A be positive definite, ``O = I``. ``e^{a <x, y> + t |x - y|^2 / 2}`` is positive for ``t <= a``: up to
 factors of x and of y it is ``e^{(a - t) <x, y>}``. So, besides ``sum pi_ij <eps_i ^ x_i, eps_j ^ x_j>``, these are not negative:
@@ -88,7 +89,7 @@ _CHUNK = 20_000
 _MOST = 20.0
 """Limit of the multipliers, above which none is of use."""
 _WIDEST = 2.0
-"""Limit of ``cond(A)^{1/2}``: from 1.46 on :func:`otattn.bounds.sinkhorn_bound` is the less."""
+"""Limit of ``cond(A)^{1/2}``: from 1.46 on (1.34 where A is not definite) :func:`otattn.bounds.sinkhorn_bound` is the less."""
 _NAMES = "tau", "kappa", "beta", "rate"
 _STARTS = [0.2, 0.1, -2.7, -1.0], [0.37, -0.5, -2.2, 3.0]
 """``tau``, the logarithms of ``kappa`` and ``beta``, the logit of the rate over its largest."""
@@ -298,9 +299,9 @@ def sinkhorn_symmetric(
     """Upper bound of ``W_2-Lip(F)`` of Sinkhorn attention with a symmetric A, any n and any measure, by branch and bound.
 
     Made for ``A = alpha O``, O symmetric and orthogonal: plus or minus the identity, a reflection, an exchange of coordinates. It is
-    ``||V||`` for ``|alpha| R^2 <= 1/4``, and from 1 on at most 6 percent above ``2 |alpha| R^2 ||V||``, which reflections attain; for
-    alpha I, alpha > 0, at most 8 percent above the largest local constants that are known. Other forms cost the square root of
-    their condition number.
+    ``||V||`` (on a ball the constant) for ``|alpha| R^2 <= 1/4``, and from 1 on within 6.3 percent of ``2 |alpha| R^2 ||V||``, which
+    reflections attain; for alpha I, alpha > 0, at most 8 percent above the largest local constants that are known. Other forms
+    cost the square root of their condition number.
 
     Other Parameters
     ----------------
@@ -316,7 +317,7 @@ def sinkhorn_symmetric(
     --------
     >>> from otattn.attention import SinkhornAttention
     >>> bound = sinkhorn_symmetric(SinkhornAttention([[4.0]], [[1.0]]), radius=1.0)
-    >>> bound.value < 6.2, bound.verify()   # 8.12 for -4; 5.92 is attained
+    >>> bound.value < 6.2, bound.verify()   # 8.12 in closed form; 5.92 is attained
     (True, True)
     """
     check_sizes(attention)
@@ -327,8 +328,8 @@ def sinkhorn_symmetric(
     a, v, given, target, claim = data["a"], float(data["v"]), {}, 0.0, (0, "closed form", math.inf)
     if a > 0.25 and data["positive"]:
         tol = 1e-3 if effort == "deep" else 5e-3
-        near = Pairs.choose(float(f"{a:.6g}"))  # the search depends on every digit of a
-        pairs = replace(near, a=a, rate=min(near.rate, a))
+        near = Pairs.choose(float(f"{a:.6g}"))  # it depends on every digit
+        pairs = replace(near, a=a, rate=min(near.rate, (1.0 - 1e-9) * a))  # below the exact a too
         found = pairs.maximum(tol, _CELLS[effort])
         if _value(1.0, a, found.value) < _value(1.0, a, math.inf):
             given = {key: np.array([getattr(pairs, key)]) for key in _NAMES}

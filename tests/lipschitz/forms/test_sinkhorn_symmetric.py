@@ -405,3 +405,16 @@ def test_it_is_the_best_for_sinkhorn_attention():
 def test_what_it_refuses(attention, given, message):
     with pytest.raises(ValueError, match=message):
         sinkhorn_symmetric(attention, radius=1.0, **given)
+
+
+def test_a_rate_at_its_end_is_proved_in_intervals():
+    """The exact ``||A|| R^2`` of a dense form is below that of floats: a rate equal to the latter was refused."""
+    pytest.importorskip("flint")
+    rng = np.random.default_rng(5)
+    U = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    A = U @ np.diag(np.linspace(0.8, 1.0, 6)) @ U.T
+    A = 0.59999987 * 0.5 * (A + A.T)
+    bound = sinkhorn_symmetric(oa.SinkhornAttention(A, np.eye(6)), radius=1.0)
+    assert bound.multipliers
+    assert bound.verify()
+    assert bound.verify(rigorous=True)
