@@ -258,8 +258,9 @@ class JointRows:
 
     .. math:: w_x \le \max_e \frac{1 + |g_x|^2 U X}{1 - U^2 X Y / (share^2 + excess)} .
 
-    ``reach`` bounds ``X Y`` on cells of X (:func:`otattn.lipschitz.constants.quadratic.products`). Where share is below ``sup ||V C
-    A||/(v a tr C)``, C is none of the domain's, and reach is that number squared, as ``d <= a min(share, U reach^{1/2})``.
+    ``reach`` bounds ``X Y`` on cells of X (:func:`otattn.lipschitz.constants.quadratic.products`), for a share of at least ``rank_one
+    = sup ||V C A||/(v a tr C)``: nothing is read of the domain but that it lies in the ball. Where share is below that, C is none of
+    the domain's, and reach is ``rank_one^2``, as ``d <= a min(share, U rank_one)``, d and X no longer seen together.
 
     Hence ``Lip^2 <= v^2 (Delta + sup_y T(y))``, ``T(y) = int k(x,y) w_x dmu(x)``. Only a row whose ``tr C_x`` is near 1 pays for
     both parts in full, and such a row is far from alpha.

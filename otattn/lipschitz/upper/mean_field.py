@@ -61,6 +61,8 @@ from otattn.measures.domains import Domain
 
 _MARGIN = 1e-12
 _CELLS = 200_000
+KINDS = "joint", "joint_domain"
+"""Branches of joint rows; the certificate keeps which, as the better of the two changes with the domain."""
 _SQUARES = 1e-100, 1e100
 """Sizes of a and ``|g|`` for joint rows: their squares are floats."""
 
@@ -145,15 +147,14 @@ def entropy_cells(
     return (entropy_bound(field, *_orders(p)) if rows is None else joint_bound(field, rows)), field.boxes(24)
 
 
-def joint_rows(head: UnitNumbers, excess: float, **size: int) -> JointRows:
-    """The joint rows of a head."""
+def joint_rows(head: UnitNumbers, excess: float, kind: str = "joint", **size: int) -> JointRows:
+    """The joint rows of a head: for covariances of rank one on the ball, or for what the domain has of ``||V C A||``."""
     if not _squares(head):
         raise ValueError(f"a and |g| must lie in [{_SQUARES[0]:g}, {_SQUARES[1]:g}], received {top(head.a):g}.")
     share, rank_one = (min(1.0, top(x / (head.v * head.a)) * (1.0 + 1e-12)) for x in (head.sigma, head.trace_sigma))
-    if share < rank_one * (1.0 - 1e-9):  # covariances on the domain have less than those of rank one
+    if kind == "joint_domain":
         return JointRows(head.a, head.top, share, excess, np.full(VALUES.size - 1, rank_one**2 * (1.0 + 1e-15)), **size)
-    # a direction in which V and A are largest leaves nothing to gain
-    return JointRows(head.a, head.top, rank_one, excess, head.reach if rank_one < 1.0 - 1e-9 else None, **size)
+    return JointRows(head.a, head.top, rank_one, excess, head.reach, **size)
 
 
 def _squares(head: UnitNumbers) -> bool:
@@ -161,19 +162,23 @@ def _squares(head: UnitNumbers) -> bool:
     return all(_SQUARES[0] <= top(x) <= _SQUARES[1] for x in (head.a, head.top)) and top(head.sigma) > 1e-290
 
 
-def _joint(head: UnitNumbers, p: float, family: SelfLogit) -> JointRows | None:
-    """Joint rows with a good excess: the least bound over points, with coarse weights."""
+def _joint(head: UnitNumbers, p: float, family: SelfLogit) -> dict[str, JointRows]:
+    """Joint rows of each kind with a good excess: the least bound over points, with coarse weights."""
     if p != 2.0 or not _squares(head):
-        return None
+        return {}
     field = Barycentre.of(head, family)
     points = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 33))).reshape(2, -1)
 
-    def loss(t: float) -> float:
-        rows = joint_rows(head, math.exp(t), places=32, shares=128)
+    def loss(t: float, kind: str) -> float:
+        rows = joint_rows(head, math.exp(t), kind, places=32, shares=128)
         return float(rows.log_square(float(np.max(joint_bound(field, rows)(points, points)))))
 
-    best = minimize_scalar(loss, bounds=(-5.0, 8.0), method="bounded", options={"xatol": 0.05})
-    return joint_rows(head, math.exp(float(best.x)))
+    found = {}
+    # on a ball the domain has no less than the covariances of rank one
+    for kind in KINDS if head.sigma < head.trace_sigma else KINDS[:1]:
+        best = minimize_scalar(loss, args=(kind,), bounds=(-5.0, 8.0), method="bounded", options={"xatol": 0.05})
+        found[kind] = joint_rows(head, math.exp(float(best.x)), kind)
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,16 +192,15 @@ class _Trial:
 
     @classmethod
     def best(
-        cls, head: UnitNumbers, p: float, multipliers: Mapping[str, Array], rows: JointRows | None, tol: float
+        cls, head: UnitNumbers, p: float, multipliers: Mapping[str, Array], rows: Mapping[str, JointRows], tol: float
     ) -> _Trial:
         """The least of the branches at these multipliers."""
         plain = float(_plain(head, p))
         best = cls(plain, "plain", None, float(log_bound(head, p, plain)))
         if not head.a > 0 or math.isinf(p):
             return best
-        for name, joint in (("entropy", None), ("joint", rows)):
-            if name == "joint" and joint is None:
-                continue
+        for name in ("entropy", *rows):
+            joint = rows.get(name)
             bound, cover = entropy_cells(head, p, multipliers, joint)
             at = maximise(bound, *cover, tol=tol, max_cells=_CELLS)
             value = float(log_bound(head, p, at.value, joint))
@@ -221,19 +225,23 @@ def _problem(statement: Statement) -> dict[str, Any]:
     if is_zero(head.v):
         raise ValueError("V must not be zero for mean_field.")
     target = number(statement.options, "target", least=-math.inf)
-    return {"head": head, "p": statement.p, "branch": str(statement.options["branch"]), "target": target}
+    branch = str(statement.options["branch"])
+    if branch not in ("plain", "entropy", *KINDS):
+        raise ValueError(f"the branch must be plain, entropy or one of {KINDS}, received {branch!r}; it was altered.")
+    return {"head": head, "p": statement.p, "branch": branch, "target": target}
 
 
 @dual_function("mean_field", exact=True)
 def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     head, p = problem["head"], problem["p"]
-    if problem["branch"] not in ("entropy", "joint") or math.isinf(p):
+    branch = problem["branch"]
+    if branch == "plain" or math.isinf(p):
         return safe_exp(log_bound(head, p, _plain(head, p)))
     rows = None
-    if problem["branch"] == "joint":
+    if branch in KINDS:
         if p != 2.0:
             raise ValueError(f"p must be 2 for joint rows, received {p:g}.")
-        rows = joint_rows(head, float(multiplier(multipliers, "excess", (1,), positive=True)[0]))
+        rows = joint_rows(head, float(multiplier(multipliers, "excess", (1,), positive=True)[0]), branch)
     bound, cover = entropy_cells(head, p, multipliers, rows)
     value = proved_below(bound, *cover, target=problem["target"], max_cells=2 * _CELLS)
     return safe_exp(log_bound(head, p, lift(value) if head.exact else value, rows))
@@ -241,7 +249,7 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
 
 def _used(multipliers: dict[str, Array], branch: str, rows: JointRows | None) -> dict[str, Array]:
     """What a branch reads of the multipliers."""
-    if branch == "joint" and rows is not None:
+    if rows is not None:
         return multipliers | {"excess": np.array([rows.excess])}
     return multipliers if branch == "entropy" else {}
 
@@ -303,7 +311,7 @@ def mean_field(attention: AttentionMap, domain: Domain, n: int | None, p: float,
     return certify(
         "mean_field",
         statement=replace(statement, options={"branch": name, "target": best.log_T}),
-        multipliers=_used(multipliers, name, rows),
+        multipliers=_used(multipliers, name, rows.get(name)),
         solver="branch and bound",
         solver_status="closed",
         solver_value=safe_exp(log_value),
