@@ -128,7 +128,7 @@ def _starts(layout: Layout, rng: np.random.Generator, count: int) -> list[tuple[
         pairs = np.repeat(np.stack([z, other], axis=1), len(LIGHTER), axis=0)
         batches.append(Candidates(pairs, np.tile(shares, (len(z), 1))))
     if len(problem.forms) == 1:
-        batches += [replace(b, log_weights=b.log_weights + total) for b in witnesses.polyhedra(chart, rng, 2)]
+        batches += [replace(b, log_weights=b.log_weights + total) for b in witnesses.polyhedra(chart)]
     for c in (2, 3, 4):
         if n is None or c <= n:
             batches.append(witnesses.random_tokens(chart, n or 1000, c, count, rng))
