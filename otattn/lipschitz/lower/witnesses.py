@@ -257,16 +257,15 @@ def polyhedra(chart: Chart) -> list[Candidates]:
 
     Under repulsion (Sinkhorn attention, ``A = -alpha I``) a token of a prism sees four others, over which its displacement decides.
     """
-    dim = chart.latent_dim
     angles = 2.0 * np.pi * np.arange(3) / 3.0
     flat = np.stack([np.cos(angles), np.sin(angles), 0.0 * angles], axis=1)
-    shapes = [flat[:, :2]]
-    if dim >= 3:
-        corners = np.array([[1.0, 1.0, 1.0], [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, 1.0]])
-        prisms = [np.concatenate([flat + [0.0, 0.0, h], flat - [0.0, 0.0, h]]) for h in (0.06, 0.1, 0.2, 0.32, 0.45)]
-        shapes += [corners, *prisms]
-    frames = np.linalg.qr(np.random.default_rng(0).standard_normal((2, dim, dim)))[0]  # always the same
-    turned = [unit(x)[0] @ np.swapaxes(frames[:, :, : x.shape[1]], 1, 2) for x in shapes if x.shape[1] <= dim]
+    corners = np.array([[1.0, 1.0, 1.0], [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, 1.0]])
+    prisms = [np.concatenate([flat + [0.0, 0.0, h], flat - [0.0, 0.0, h]]) for h in (0.06, 0.1, 0.2, 0.32, 0.45)]
+    dim = chart.latent_dim
+    shapes = [flat, corners, *prisms] if dim >= 3 else [flat[:, :2]] if dim == 2 else []
+    # two frames, always the same
+    frames = np.linalg.qr(np.random.default_rng(0).standard_normal((2, dim, min(dim, 3))))[0]
+    turned = [x @ np.swapaxes(frames, 1, 2) for x in shapes]
     return [Candidates(_outermost(chart, z), np.zeros(z.shape[:2])) for z in turned]
 
 

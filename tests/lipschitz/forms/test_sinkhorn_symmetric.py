@@ -8,6 +8,8 @@ from scipy.optimize import minimize
 
 import otattn as oa
 from otattn.lipschitz.forms.sinkhorn_symmetric import Pairs, largest_of_boxes
+from otattn.lipschitz.lower.charts import chart_of
+from otattn.lipschitz.lower.witnesses import polyhedra
 from otattn.lipschitz.relaxations import sinkhorn_symmetric
 
 
@@ -141,6 +143,17 @@ def test_under_repulsion_a_tetrahedron_splits():
     """At a = 4 its atoms part in two: 1.024 a; no measure of the plane that is known has more than a."""
     attention = oa.SinkhornAttention(-4.0 * np.eye(3), np.eye(3))
     assert 4.09 < oa.lipschitz_lower_bound(attention, radius=1.0, rng=0).value <= 8.04
+
+
+@pytest.mark.parametrize("domain", [oa.Ball(2.0, 1), oa.Box(-np.ones(2), np.ones(2)), oa.Ball(1.0, 2000)])
+def test_polyhedra_lie_on_the_boundary_in_every_dimension(domain):
+    """None on a line; in many dimensions without a square matrix of that size."""
+    chart = chart_of(domain, domain.dim)
+    found = polyhedra(chart)
+    assert bool(found) == (domain.dim > 1)
+    for batch in found:
+        assert np.allclose(chart.size(batch.latents), 1.0)
+        assert batch.latents.shape[-1] == domain.dim
 
 
 FORMS = {
