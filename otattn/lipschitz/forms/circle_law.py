@@ -136,14 +136,22 @@ def interpolated(table: Array, *at: Array) -> Array:
     return total
 
 
-def found(largest: float, rate: float, sharp: float, points: tuple[Array, Array, Array], rounds: int) -> Array:
+def found(
+    largest: float,
+    rate: float,
+    sharp: float,
+    points: tuple[Array, Array, Array],
+    rounds: int,
+    start: Array | None = None,
+) -> Array:
     """Good multipliers ``(4, count)`` at points ``(G, |x|, zeta)``: a search, of which nothing is trusted."""
     law = CircleLaw(largest, rate, sharp, np.empty(0))
     G, r, zeta = points
     rng = np.random.default_rng(0)
     psi = np.arccos(np.clip(zeta / np.maximum(r, 1e-12), -1.0, 1.0))
     half = np.full(G.size, 0.8)
-    best = np.stack([0.3 - np.log1p(G), half, half * (0.3 + 0.5 * r * np.cos(psi)), half * 0.5 * r * np.sin(psi)])
+    plain = np.stack([0.3 - np.log1p(G), half, half * (0.3 + 0.5 * r * np.cos(psi)), half * 0.5 * r * np.sin(psi)])
+    best = plain if start is None else start
     value = law.by(best, (G, G), (r, r), (zeta, zeta))
     step = np.ones(G.size)
     scale = np.array([0.5, 0.25, 0.25, 0.25])[:, None]

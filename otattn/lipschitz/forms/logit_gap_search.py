@@ -16,9 +16,10 @@ from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit
 from otattn.lipschitz.forms.circle_law import NODES, CircleLaw, found
 
-_RATES, _SHARPS = (0.1, 0.2, 0.35, 0.55), (0.25, 0.4, 0.65, 1.0)
+_RATES, _SHARPS = (0.1, 0.25, 0.5), (0.25, 0.5, 1.0)
 """First rates, and sharpnesses over ``G_1^{1/2}``."""
 _RADII = np.array([1.0, 0.97, 0.92, 0.85, 0.75, 0.6, 0.4, 0.2, 0.0])
+_STEPS = 1, 2, 2
 _BETWEEN = 0.0, 0.1, 0.25, 0.5, 0.75, 1.0
 
 
@@ -32,7 +33,7 @@ class Samples:
     @cached_property
     def points(self) -> tuple[Array, Array, Array]:
         """``|x|, |g|, <g,x>`` where there is an x."""
-        q = np.ones(1) if self.field.rigid else np.linspace(0.0, 1.0, 33)
+        q = np.ones(1) if self.field.rigid else 1.0 - np.linspace(0.0, 1.0, 49) ** 1.5
         r, q = (x.ravel() for x in np.meshgrid(_RADII, q))
         g = self.field.gamma(r, q)
         z0, z1 = self.field.family.lower(g, g, r, r), -self.above.lower(g, g, r, r)
@@ -51,12 +52,15 @@ class Samples:
         v = np.concatenate([np.linalg.eigh(x)[1].T for x in mixed])
         return ((v @ A.T) ** 2).sum(axis=1), ((v @ A.T) * v).sum(axis=1)
 
-    def law(self, rate: float, sharp: float, steps: tuple[int, int, int], rounds: int) -> CircleLaw:
-        """The law with multipliers of every so many nodes, and what lies between them."""
-        largest = top(self.field.head.top)
+    def law(
+        self, rate: float, sharp: float, rounds: int, like: CircleLaw | None = None, every: bool = False
+    ) -> CircleLaw:
+        """A law with multipliers of a part of the nodes and what lies between them, or of every node; found from those of another."""
+        largest, steps = top(self.field.head.top), (1, 1, 1) if every else _STEPS
         few = [x[::step] for x, step in zip(NODES, steps, strict=True)]
+        start = None if like is None else like.table[:, :: steps[0], :: steps[1], :: steps[2]].reshape(4, -1)
         g, psi, r = (x.ravel() for x in np.meshgrid(*few, indexing="ij"))
-        table = found(largest, rate, sharp, (g * largest, r, r * np.cos(math.pi * psi)), rounds)
+        table = found(largest, rate, sharp, (g * largest, r, r * np.cos(math.pi * psi)), rounds, start)
         table = table.reshape(4, *(x.size for x in few))
         for axis, (nodes, some) in enumerate(zip(NODES, few, strict=True), start=1):
             table = interp1d(some, table, axis=axis)(nodes)
@@ -71,7 +75,12 @@ class Samples:
         ones, zeros = np.ones_like(r), np.zeros_like(r)
         rows = [-np.stack([ones, r**2, g**2, z, zeros, zeros], axis=1)]
         most = [-(W + rate * g)]
-        at = np.stack([x.ravel() for x in np.meshgrid(np.linspace(0.0, 1.0, 33), np.linspace(0.0, 1.0, 33))])
+        at = np.stack(
+            [
+                x.ravel()
+                for x in np.meshgrid(1.0 - np.linspace(0.0, 1.0, 25) ** 2, 1.0 - np.linspace(0.0, 1.0, 49) ** 1.5)
+            ]
+        )
         r, _, g, _, f, _ = self.field.cell(at, at)
         rows.append(np.stack([0.0 * r + 1.0, r**2, g**2, g - f, 1.0 - r**2, 0.0 * r - 1.0], axis=1))
         most.append(-(f - rate * g + sharp * (1.0 - r**2)))
@@ -79,28 +88,41 @@ class Samples:
         rows.append(np.stack([0.0 * own, 0.0 * own + 1.0, square, own, 0.0 * own - 1.0, 0.0 * own], axis=1))
         most.append(0.0 * own)
         largest = top(self.field.head.top)
-        limits = [(None, None), (-16.0, 8.0), (0.0, 16.0 / largest**2), (-2.0, 1.0), (0.0, None), (None, None)]
+        limits = [
+            (None, None),
+            (-max(16.0, largest), 8.0),
+            (0.0, 16.0 / largest**2),
+            (-2.0, 1.0),
+            (0.0, None),
+            (None, None),
+        ]
         cost = [0.0, 1e-4, 1e-4 * largest**2, -1e-4, 1e-4, 1.0]
         best = linprog(cost, A_ub=np.concatenate(rows), b_ub=np.concatenate(most), bounds=limits)
         if best.x is None:
             return np.array([float((W + rate * g).max()), 0.0, 0.0, 0.0]), math.inf
         return best.x[:4], float(best.x[5])
 
-    def choose(self) -> tuple[CircleLaw, Array]:
-        """A good law, and its weights."""
+    def choose(self, tries: int) -> tuple[CircleLaw, Array]:
+        """A good law, the best of a grid and so many others, and its weights."""
         unit = math.sqrt(top(self.field.head.top))
-
-        def least(rate: float, sharp: float) -> float:
-            return self.weights(self.law(rate, sharp * unit, (2, 2, 2), 50))[1]
-
-        tried = {(t, s): least(t, s) for t, s in itertools.product(_RATES, _SHARPS)}
-        t, s = min(tried, key=lambda key: tried[key])
+        tried: list[tuple[float, CircleLaw, Array]] = []
 
         def loss(x: Array) -> float:
-            return least(float(x[0]), math.exp(x[1])) if 0.0 <= x[0] <= 1.0 and abs(x[1]) < 6.0 else math.inf
+            rate, sharp = float(x[0]), math.exp(x[1]) * unit
+            if not (0.0 <= rate <= 1.0 and abs(x[1]) < 6.0):
+                return math.inf
+            near = min(tried, key=lambda t: abs(t[1].rate - rate) + abs(t[1].sharp - sharp) / unit, default=None)
+            law = self.law(rate, sharp, 60) if near is None else self.law(rate, sharp, 20, near[1])
+            weights, value = self.weights(law)
+            tried.append((value, law, weights))
+            return value
 
-        start = np.array([t, math.log(s)])
+        for rate, sharp in itertools.product(_RATES, _SHARPS):
+            loss(np.array([rate, math.log(sharp)]))
+        best = min(tried, key=lambda t: t[0])[1]
+        start = np.array([best.rate, math.log(best.sharp / unit)])
         simplex = start + np.array([[0.0, 0.0], [-0.06, 0.0], [0.0, 0.25]])
-        x = minimize(loss, start, method="Nelder-Mead", options={"maxfev": 16, "initial_simplex": simplex}).x
-        law = self.law(float(x[0]), math.exp(x[1]) * unit, (1, 1, 1), 200)
+        minimize(loss, start, method="Nelder-Mead", options={"maxfev": tries, "initial_simplex": simplex})
+        best = min(tried, key=lambda t: t[0])[1]
+        law = self.law(best.rate, best.sharp, 120, best, every=True)
         return law, self.weights(law)[0]
