@@ -1,7 +1,7 @@
 r"""All that a row can do to a law, on one circle: the plane of its gradient and of its token.
 
 A row of gradient g, ``|g| = G``, pole ``ghat = g/G``, and of a token x of the unit ball weighs points y of the ball by P, of mean m.
-Let ``chi(y) = e^{-rate (G - <g,y>)}``, ``b(y) = e^{-sharp (1 - <x,y>)}``, and
+Let ``chi(y) = e^{-rate (G - <g,y>)}``, ``b(y) = e^{-sharp (1 - <x,y>)}``, ``rate, sharp >= 0``; ghat is any unit vector where g is 0. And
 
 .. math:: \Lambda = \sup_{|u| \le 1} E_P\bigl[\chi(y)\, |u + \langle u, y - m\rangle g|^2\bigr] , \qquad W = \sup_P \Lambda\, E_P[b] .
 
@@ -21,7 +21,8 @@ same, ``|w|^2`` is ``half^2 G^2 |y|^2`` and an affine function of ``<x, y>``, an
 
 **Polygon.** ``|w|^2 / (2 half - chi)`` is jointly convex in ``(w, chi)``, and F increases with chi: its slope is ``|ghat + w / (2 half
 - chi)|^2``. As chi is convex in y, F is convex in y; in ``(G, G y)`` it is convex along each y, chi being convex in G. So h on an
-interval of G and the disc is at most the largest of its values at the two ends and at the corners of a polygon around the disc.
+interval of G and the disc is at most the largest of its values at the two ends and at the corners of a polygon around the disc, if
+``2 half > chi`` there: beyond the disc chi may exceed 1.
 
 On a cell of x, ``b`` at a corner takes the largest ``<x, y>``. With ``zeta = <ghat, x>`` in ``[zeta_0, zeta_1]``, ``|x|`` in ``[r_0,
 r_1]`` and y at the angle theta from the pole it is ``|y|`` times ``zeta cos(theta) + (|x|^2 - zeta^2)^{1/2} sin(theta)``. For
@@ -53,7 +54,8 @@ NODES = (
 """``G / G_1``, ``psi / pi`` and ``|x|`` of the nodes that have multipliers, psi the angle of x with the pole."""
 SHAPE = 4, *(x.size for x in NODES)
 """``log tau``, ``half``, and the two parts of ``half a``, along the pole and across."""
-_ROUNDED = 1e-12
+_ROUNDED, _ROOM = 1e-12, 1e-3
+"""Above what rounding does, for a ``2 half - chi`` of at least this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,7 @@ class CircleLaw:
             room = 2.0 * half - chi
             w1, w2 = g * (half * y1 - along) + chi, g * (half * y2 - across)
             F = chi + (w1**2 + w2**2) / np.maximum(room, 1e-300)
-            F = np.where(lower(room) > 1e-9, upper(F), np.inf)
+            F = np.where(lower(room) > _ROOM, upper(F), np.inf)
             best = F if best is None else np.maximum(best, F)
         h = upper(0.5 * (tau * wrap(best) + wrap(b) / tau)).max(axis=1)
         found = 2.0 * np.log(wrap(h))

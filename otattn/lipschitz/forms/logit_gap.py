@@ -72,8 +72,8 @@ _RANGE = 2.0, 300.0
 """``max |g|``: below it the general bound is no worse, above it the polygon of the law is too coarse."""
 _RAISED = 1.0 + 1e-9
 """By which w_0 is raised, above what its proofs in two arithmetics differ by."""
-_STEEP = 1e9
-"""Weights are at most this: their differences keep their digits."""
+_STEEP = 1e5
+"""Weights and sharp are at most this: their differences keep their digits."""
 
 
 def _family(head: UnitNumbers, multipliers: Mapping[str, Array]) -> tuple[Barycentre, SelfLogit]:
@@ -218,12 +218,14 @@ def _dual(problem: Mapping[str, Any], multipliers: Mapping[str, Array]) -> Any:
     table = np.asarray(multiplier(multipliers, "table", SHAPE), dtype=float)
     if not (
         0.0 <= rate <= 1.0
-        and sharp >= 0.0
+        and 0.0 <= sharp <= _STEEP
         and weights[2] >= 0.0
         and weights[3] <= 1.0
         and np.abs(weights).max() <= _STEEP
     ):
-        raise ValueError("rate must lie in [0, 1], sharp and w_2 must not be negative, w_3 must be at most 1.")
+        raise ValueError(
+            f"rate must lie in [0, 1], sharp in [0, {_STEEP:g}], w_2 must not be negative, w_3 at most 1, all at most {_STEEP:g}."
+        )
     law = CircleLaw(top(head.top), rate, sharp, table, head.exact)
     rows = GapRows(*_family(head, multipliers), law, weights)
     proved = proved_below(

@@ -182,6 +182,14 @@ def test_every_token_is_in_a_cell_that_is_not_empty():
             assert (z <= z1 + 1e-9 * head.top).all()
 
 
+def test_a_root_of_almost_nothing_is_refused():
+    """``2 half - chi`` of 1e-9 kept no digits: floats gave a value 8e-9 of itself too small."""
+    G, half = 7.135e-4, 0.5 + 6.8e-10
+    point = np.array([G]), np.array([1.0]), np.array([1.0])
+    law = CircleLaw(1.0, 2.23e-7, 0.0, np.empty(0))
+    assert np.isinf(law.by(np.array([[0.0], [half], [half + 1.0 / G], [0.0]]), *((x, x) for x in point))[0])
+
+
 def test_intervals_hold_the_floats():
     rng = np.random.default_rng(2)
     count = 60
