@@ -1,7 +1,7 @@
 r"""All that a row can do to a law, on one circle: the plane of its gradient and of its token.
 
 A row of gradient g, ``|g| = G``, pole ``ghat = g/G``, and of a token x of the unit ball weighs points y of the ball by P, of mean m.
-Let ``chi(y) = e^{-rate (G - <g,y>)}``, ``b(y) = e^{-sharp (1 - <x,y>)}``, ``rate, sharp >= 0``; ghat is any unit vector where g is 0. And
+Let ``chi(y) = e^{-rate (G - <g,y>)}``, ``b(y) = e^{-sharp (1 - <x,y>)}``, ``rate, sharp >= 0``, ghat any unit vector where g is 0, and
 
 .. math:: \Lambda = \sup_{|u| \le 1} E_P\bigl[\chi(y)\, |u + \langle u, y - m\rangle g|^2\bigr] , \qquad W = \sup_P \Lambda\, E_P[b] .
 

@@ -266,8 +266,8 @@ def logit_gap(attention: AttentionMap, domain: Domain, n: int | None, p: float, 
     Returns
     -------
     Certificate
-        Multipliers: ``rate``, ``sharp``, ``weights``, the ``table`` of those of rows, and those of the self-logit inequalities of A and
-        of -A, ``nu``, ``gap``, ``nu_above`` and ``gap_above``.
+        Multipliers: ``rate``, ``sharp``, ``weights``, the ``table`` of those of rows, and those of the self-logit inequalities of A
+        and of -A, ``nu``, ``gap``, ``nu_above`` and ``gap_above``.
 
     Examples
     --------
