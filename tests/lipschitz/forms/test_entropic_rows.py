@@ -9,9 +9,10 @@ import pytest
 
 import otattn as oa
 from otattn.lipschitz.arithmetic.intervals import lift
+from otattn.lipschitz.arithmetic.varentropy import varentropy
 from otattn.lipschitz.certificate import Statement
 from otattn.lipschitz.constants.self_logit import SelfLogit
-from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, _gibbs, entropies, varentropy
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, _gibbs, entropies
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_rows import Whole
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
