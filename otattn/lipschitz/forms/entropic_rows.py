@@ -14,7 +14,7 @@ X)^2``. And ``a<g, x_k> = log P_ik + log Z``: along ``g/gamma``, C_Q has the var
 variances of ``log Q`` and ``log P_i``, ``nu_P = q nu_Q + p q (logit p + eta)^2``.
 
 **Varentropy.** ``nu_Q`` is at most its maximum over laws on ``n - 1`` atoms with entropies near eta
-(:mod:`otattn.lipschitz.arithmetic.varentropy`).
+(:mod:`otattn.lipschitz.arithmetic.entropy`).
 
 **Own block.** ``C_i = p q d d^T + q C_Q``, ``t = tr C_Q <= 1 - |y|^2``, ``x_i - m = q d``. The part of row i in ``eps_i``,
 ``V(p eps_i + a p q d (<g, eps_i> + <A^T d, eps_i>) + a q C_Q A eps_i)``, is at most ``e O``,
@@ -31,8 +31,19 @@ gamma^2`` by the members of :mod:`otattn.lipschitz.forms.own_blocks`.
 **Others.** For a unit u, ``w = V^T u``, ``v_j = x_j - m``, ``N_j = |w + a<w, v_j> g|``: ``sum_k P_ik N_k^2 = |w|^2 + X^2 w^T C_i w
 <= Omega = 1 + X^2 lam``, lam at most L and, as w has at most beta across g, ``(beta L^{1/2} + (1 - beta^2)^{1/2}
 (nu_P/X^2)^{1/2})^2`` where this increases up to beta. By the soft lemma for ``V^T V``, ``w^T C_i w <= tr(V^T V C_i)`` is at most ``y L
-+ lambda nu_P/X^2``, too. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j
-e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So
++ lambda nu_P/X^2``, too. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j e_j^2)^{1/2}``.
+
+*Without the own token.* It is also at most ``q (T sum Q_j e_j^2)^{1/2}``, ``T = sum Q_j N_j^2``. As ``v_j = (x_j - y) - p d``, and
+with ``g' = g/gamma``, w' the part of w across g, ``l = logit p + eta`` (``<g', d> = l/X``),
+
+.. math:: T = |w - ap\langle w,d\rangle g|^2 + X^2w^TC_Qw = |w'|^2 + w^TKw, \qquad K = (g' - pXd)(g' - pXd)^T + X^2C_Q .
+
+Here ``<g', K g'> = (1 - pl)^2 + nu_Q =: k`` and ``tr K = 1 - 2pl + X^2 (t + p^2 |d|^2)``. As ``tr C_i = pq |d|^2 + q t <= L`` and
+``t <= L_Q = 1 - ((l_i - l)_+/X)^2``, ``l_i`` at or below ``a<g, x_i> = a<g, y> + l``: ``q^2 (t + p^2 |d|^2) <= q (p L + q min(q L_Q,
+L))``. ``|w'| <= beta``. So T is at most the maximum of ``(k^{1/2} cos + (tr K - k)^{1/2} sin)^2 + sin^2`` over the angles with ``sin
+<= beta``, a form in two variables, and at most ``beta^2 + y tr K + lambda k`` by the soft lemma.
+
+*The largest norm.* A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So
 ``r N <= r + X (lam r (1 - r))^{1/2}``, and as ``I + b v^T`` has the norm ``(|b||v| + (4 (1 + <b, v>) + |b|^2 |v|^2)^{1/2})/2``,
 
 .. math:: r N \le \tfrac12\bigl(T^{1/2} + (4 r^2 (1 + \log r + H(P))_+ + T)^{1/2}\bigr), \qquad T = X^2 L r(1 - r) .
@@ -40,12 +51,10 @@ e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2
 With kappa the largest of the smaller bounds over r, the largest norm ``e_1`` may be lowered to z at the price ``(e_1 - z) kappa``. An
 atom ``r/q`` leaves Q an entropy of at most ``h(r/q) + (1 - r/q) log(n - 2)``.
 
-**Gibbs.** ``b sum Q_j e_j^2 + H(Q) <= log sum_{j != i} exp(b e_j^2)`` for every ``b > 0``: with the ``e_j`` known, eta bounds the mean
-of the squares. Of norms below ``e_3`` with squares of sum ``rem`` the exponentials less one sum to at most ``(rem/e_3^2)(exp(b e_3^2)
-- 1)`` (convexity).
+**Mean square.** With the ``e_j`` known, eta bounds ``S = sum Q_j e_j^2`` (:func:`~otattn.lipschitz.arithmetic.entropy.mean_square`).
 
-**Cells.** On a cell of p, eta and gamma take everything at its largest: ``R_i <= e O + (e_1 - z) kappa + (Omega q S)^{1/2}``, S the
-Gibbs bound at the least eta. Cells with ``l - E > X`` are empty. E is concave in p: its tangent at the upper end bounds it; on the
+**Cells.** On a cell of p, eta and gamma take everything at its largest: ``R_i <= e O + (e_1 - z) kappa + root S^{1/2}``, S at the
+least eta. Cells with ``l - E > X`` are empty. E is concave in p: its tangent at the upper end bounds it; on the
 last cell ``E <= q (log(1/q) + eta)``, increasing for ``q <= 1/e``. A row is bounded by the largest of the cells, which is convex in e.
 """
 
@@ -61,20 +70,15 @@ from typing import Any
 import numpy as np
 
 from otattn._linalg import EPS, Array
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, lower, upper, xlogy
-from otattn.lipschitz.arithmetic.rounding import top
-from otattn.lipschitz.arithmetic.varentropy import varentropies, varentropy
+from otattn.lipschitz.arithmetic.entropy import entropies, mean_square, varentropies, varentropy
+from otattn.lipschitz.arithmetic.intervals import is_interval, like, lower, upper, xlogy
 from otattn.lipschitz.forms.frontier import TILTS, Frontier
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
 
 GAMMA = np.linspace(0.0, 1.0, 193)
 """Cells of gamma."""
-ENTROPIES = 30
-"""Cells of eta."""
 HEAVIEST = np.linspace(0.0, 1.0, 61)
 """Cells of r."""
-INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
-"""Values of beta."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
 _SLACK = 4e-3
@@ -208,27 +212,9 @@ class EntropicRows:
         rest = np.full((index.size, floor.size), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
-            S = np.sqrt(_gibbs([like(z, one), *most[1:]], next_one, rem, others, kinds))
+            S = np.sqrt(mean_square([like(z, one), *most[1:]], next_one, rem, others, kinds))
             np.minimum(rest, upper(one - z) * self.cap[index, None] + S[which] * self.root[index, None], out=rest)
         return rest
-
-
-def _gibbs(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
-    """Bounds ``(kinds, boxes)`` of the mean square at these least entropies, outward."""
-    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(next_one**2, 1e-9)
-    first = most[0] ** 2
-    total = others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
-    for x in most:
-        total = total + np.exp(b * x**2)
-    logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
-    best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
-    # a difference and a quotient of floats: two roundings
-    return np.asarray(np.maximum(best, 0.0) * (1.0 + 4.0 * EPS))
-
-
-def entropies(n: int) -> Array:
-    """Ends of the cells of eta, the last at or above ``log(n - 1)``."""
-    return np.append(np.linspace(0.0, math.log(n - 1.0), ENTROPIES + 1)[:-1], top(np.log(lift(n - 1.0))))
 
 
 def _cells(sight: Sight, blocks: OwnBlocks, at: int, beyond: tuple[Any, Any]) -> tuple[Array, Array]:
@@ -248,7 +234,9 @@ def _cells(sight: Sight, blocks: OwnBlocks, at: int, beyond: tuple[Any, Any]) ->
     excess = np.maximum(low - E, 0.0)
     L = np.maximum(1.0 - (excess / X) ** 2, 0.0) + (0.0 if is_interval(a) else 64.0 * EPS)
     tied = X * X * _seen(sight, L, _own_varied(at, eta, a) + q * sight.varied)
-    omega = np.sqrt(1.0 + tied)
+    root = np.sqrt(q * (1.0 + tied))
+    if 0 < at < MASSES.size - 2:
+        root = np.minimum(root, np.sqrt(_apart(sight, at, L)))
     cap = _heaviest(at, q, eta, sight.n, X * X * L, tied)
     index = np.flatnonzero(blocks.members[:, 0] == at)
     theta, nu, xi = (like(x[:, None, None], a) for x in blocks.members[index][:, [1, 3, 4]].T)
@@ -256,7 +244,7 @@ def _cells(sight: Sight, blocks: OwnBlocks, at: int, beyond: tuple[Any, Any]) ->
     braces = q * (theta + omegas[place[index]]) + like(blocks.W[index][:, None, None], a)
     own = upper(p1 + a * (braces - np.minimum(xi * g0**2, xi * g1**2)) + nu * (logit + high))
     live = ~(lower(low - E) > upper(X) * (1.0 + 1e-12))  # a nan is no empty cell
-    values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(np.sqrt(q) * omega)]
+    values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(root)]
     each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
     each = np.where(live, each, -np.inf)
     # of the cells of gamma those that no other exceeds in all three; of equals the first
@@ -290,6 +278,35 @@ def _seen(sight: Sight, L: Any, varied: Any) -> Any:
     for y, slope in zip(*(like(x, sight.a) for x in sight.values), strict=True):
         lam = np.minimum(lam, y * L + slope * along)
     return lam
+
+
+def _apart(sight: Sight, at: int, L: Any) -> Any:
+    """A bound of ``q^2 T`` on a cell of p that has no end at 0 or 1, for each of eta."""
+    a, low, X, one = sight.a, sight.low, sight.a * sight.gamma[1], like(1.0, sight.a)
+    p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
+    eta, q0, q1 = like(entropies(sight.n), a), one - p0, one - p1
+    first, last = (np.log(p) - np.log(q) + h for p, q, h in ((p0, q0, eta[:-1]), (p1, q1, eta[1:])))
+    least, most = np.minimum(p0 * first, p1 * first), np.maximum(p0 * last, p1 * last)
+    lost = 0.0 if is_interval(a) else 64.0 * EPS
+    LQ = np.maximum(1.0 - (np.maximum(low - last, 0.0) / X) ** 2, 0.0) + lost
+    middle = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), a)
+    free = 1.0 - 2.0 * least
+    trace = np.maximum(q0 * q0 * free, q1 * q1 * free)
+    trace = trace + X * X * (middle * (1.0 - middle) * L + q0 * q0 * np.minimum(q0 * LQ, L))
+    trace = np.maximum(trace, 0.0) + lost * (1.0 + X * X)
+    along = q0 * q0 * (np.maximum((1.0 - least) ** 2, (1.0 - most) ** 2) + sight.varied)
+    nearest = np.maximum(np.maximum(1.0 - most, least - 1.0), 0.0)
+    rest = np.maximum(trace - (q1 * nearest) ** 2, 0.0)
+    # the largest of (along^{1/2} cos + rest^{1/2} sin)^2 + q^2 sin^2, and it at the largest sine
+    total, square = q0 * q0 + along + rest, np.minimum(sight.forms[0], 1.0)
+    best = 0.5 * (total + np.sqrt(np.maximum(total**2 - 4.0 * q0 * q0 * along, 0.0) + 16.0 * EPS * total**2))
+    cosine, sine = np.sqrt(np.maximum(1.0 - square, 0.0)), np.sqrt(square)
+    end = (np.sqrt(along) * cosine + np.sqrt(rest) * sine) ** 2 + q0 * q0 * square
+    rises = (q0 * q0 + rest - along) * sine * cosine + np.sqrt(along * rest) * (1.0 - 2.0 * square)
+    best = np.where(lower(rises) > 0.0, np.minimum(best, end), best)
+    for y, slope in zip(*(like(x, a) for x in sight.values), strict=True):
+        best = np.minimum(best, q0 * q0 * square + y * trace + slope * along)
+    return best
 
 
 def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:

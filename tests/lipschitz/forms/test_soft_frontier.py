@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from otattn.lipschitz.arithmetic.balls import BallMatrix, exact_arithmetic
-from otattn.lipschitz.arithmetic.varentropy import varentropies, varentropy
-from otattn.lipschitz.forms.entropic_rows import entropies
+from otattn.lipschitz.arithmetic.entropy import entropies, varentropies, varentropy
 from otattn.lipschitz.forms.frontier import TILTS, Frontier
 
 

@@ -1,9 +1,9 @@
-r"""The largest variance of ``log Q`` over laws Q on m atoms, and over those with an entropy in a cell.
+r"""What the entropy H of a law Q on m atoms says of the variance of its logits and of mean squares.
 
-Let nu be that variance and H the entropy. At a maximum over the laws with ``h_0 <= H <= h_1`` the derivative of nu in each positive
-atom t, ``log^2 t + 2 (1 + H) log t`` up to a constant, is a constant plus a multiple of ``log t``: that of H (their gradients are
-independent of that of the total unless all atoms are equal, and then ``nu = 0``). So t has at most two values ``t_1 > t_2``, on k and
-k' atoms, of total weights s and 1 - s. With ``x = log(t_1/t_2) > 0``:
+**Varentropy.** Let nu be the variance of ``log Q``. At a maximum over the laws with ``h_0 <= H <= h_1`` the derivative of nu in each
+positive atom t, ``log^2 t + 2 (1 + H) log t`` up to a constant, is a constant plus a multiple of ``log t``, that of H (whose gradient
+is no multiple of that of the total unless all atoms are equal, and then ``nu = 0``). So t has at most two values ``t_1 > t_2``, on k
+and k' atoms, of total weights s and 1 - s. With ``x = log(t_1/t_2) > 0``:
 
 .. math:: \nu = s(1-s)x^2, \qquad H = (1-s)x - \log t_1 .
 
@@ -14,23 +14,39 @@ From ``t_1 <= s``, from ``k' <= m - 1``, and from ``k + k' = s/t_1 + (1-s)/t_2 <
 
 The left side of the last increases in x: a number at which it is larger bounds x. On a cell of s it is at least what its two terms
 have at opposite ends.
+
+**Gibbs.** ``b sum Q_j e_j^2 + H <= log sum_j exp(b e_j^2)`` for every ``b > 0``: with the ``e_j`` known, H bounds the mean of the
+squares. Of norms below ``e_3`` with squares of sum ``rem`` the exponentials less one sum to at most ``(rem/e_3^2)(exp(b e_3^2) - 1)``
+(convexity).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from otattn._linalg import Array
-from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
+from otattn._linalg import EPS, Array
+from otattn.lipschitz.arithmetic.intervals import is_interval, lift, lower, upper
+from otattn.lipschitz.arithmetic.rounding import top
 
 _FAR = 40.0
 _LOGITS = np.concatenate(
-    [[-_FAR, -25.0, -17.0], np.linspace(-12.0, 12.0, 3001), [13.0, 14.0, 16.0, 18.0, 21.0, 25.0, 30.0, _FAR]]
+    [[-800.0, -25.0, -17.0], np.linspace(-12.0, 12.0, 3001), [13.0, 14.0, 16.0, 18.0, 21.0, 25.0, 30.0, _FAR]]
 )
 """Ends of the cells of ``logit s``."""
+ENTROPIES = 30
+"""Cells of entropies."""
+INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
+"""Values of b."""
+
+
+def entropies(n: int) -> Array:
+    """Ends of cells of the entropy of laws on ``n - 1`` atoms, the last at or above ``log(n - 1)``."""
+    return np.append(np.linspace(0.0, math.log(n - 1.0), ENTROPIES + 1)[:-1], top(np.log(lift(n - 1.0))))
 
 
 def varentropy(m: int) -> float:
@@ -43,7 +59,7 @@ def varentropy(m: int) -> float:
 
 
 def varentropies(m: int, entropies: Array) -> Array:
-    """The same over those with an entropy in ``[h, h']``, for each two successive ``entropies >= 0``; ``2 <= m <= 1e15``."""
+    """The same over those with an entropy in ``[h, h']``, for each two successive ``entropies >= 0``; m at least 2."""
     return np.array(_varentropies(m, tuple(entropies.tolist())))
 
 
@@ -76,3 +92,19 @@ def _largest(s: Array, low: Array, high: Array, room: Array) -> Array:
         more = np.log(s + low * np.exp(x)) - high * x > room
         x0, x1 = np.where(more, x0, x), np.where(more, x, x1)
     return np.asarray(x1 * (1.0 + 1e-9) + 1e-9)
+
+
+def mean_square(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
+    """Bounds ``(kinds, boxes)`` of ``sum Q_j e_j^2``, outward, for laws with at least these entropies.
+
+    ``most`` are the largest ``e_j``, in order; the ``others`` are below ``next_one``, and their squares sum to at most ``rem``.
+    """
+    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(next_one**2, 1e-9)
+    first = most[0] ** 2
+    total = others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
+    for x in most:
+        total = total + np.exp(b * x**2)
+    logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
+    best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
+    # a difference and a quotient of floats: two roundings
+    return np.asarray(np.maximum(best, 0.0) * (1.0 + 4.0 * EPS))
