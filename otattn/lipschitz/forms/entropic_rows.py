@@ -213,7 +213,11 @@ class EntropicRows:
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
             S = np.sqrt(mean_square([like(z, one), *most[1:]], next_one, rem, others, kinds))
-            np.minimum(rest, upper(one - z) * self.cap[index, None] + S[which] * self.root[index, None], out=rest)
+            each = S[which]
+            each *= self.root[index, None]
+            if (lowered := upper(one - z)).any():
+                each += lowered * self.cap[index, None]
+            np.minimum(rest, each, out=rest)
         return rest
 
 
