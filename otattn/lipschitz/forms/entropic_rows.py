@@ -13,9 +13,8 @@ With l at or below ``a<g, x_i>`` (:mod:`otattn.lipschitz.constants.self_logit`):
 X)^2``. And ``a<g, x_k> = log P_ik + log Z``: along ``g/gamma``, C_Q has the variance ``c = nu_Q/X^2`` and C_i ``nu_P/X^2``, nu the
 variances of ``log Q`` and ``log P_i``, ``nu_P = q nu_Q + p q (logit p + eta)^2``.
 
-**Varentropy.** ``nu_Q`` is at most its maximum over laws on ``n - 1`` atoms. There the derivative in each positive atom t, ``log^2 t +
-2 (1 + H) log t``, is the same: t has at most two values. With total weights s and 1 - s on k and k' atoms ``nu = s (1 - s) (logit s +
-log(k'/k))^2``; its maximum over s grows with ``|log(k'/k)|``, at most ``log(n - 2)``.
+**Varentropy.** ``nu_Q`` is at most its maximum over laws on ``n - 1`` atoms with entropies near eta
+(:mod:`otattn.lipschitz.arithmetic.entropy`).
 
 **Own block.** ``C_i = p q d d^T + q C_Q``, ``t = tr C_Q <= 1 - |y|^2``, ``x_i - m = q d``. The part of row i in ``eps_i``,
 ``V(p eps_i + a p q d (<g, eps_i> + <A^T d, eps_i>) + a q C_Q A eps_i)``, is at most ``e O``,
@@ -25,13 +24,26 @@ log(k'/k))^2``; its maximum over s grows with ``|log(k'/k)|``, at most ``log(n -
 ``f <= vartheta t`` (field part), and with the bounds ``beta^2, delta^2, y_s`` orthogonal to g of
 :mod:`otattn.lipschitz.forms.frontier`, ``mu = ||M_s||``: ``f <= (beta t^{1/2} + c^{1/2}) (delta t^{1/2} + c^{1/2})``, each factor
 also at most ``t^{1/2}``; and ``f <= tr(M_s C_Q) <= ((y_s t)^{1/2} + (mu c)^{1/2})^2``. For any theta hence ``f <= theta t + omega``,
-omega the maximum of a quadratic in ``t^{1/2}``, and the braces are at most ``q (theta + omega) + W + nu (logit p + eta)/a - xi
+omega the maximum of a quadratic in ``t^{1/2}``. By the soft lemma ``f <= tr(M_s C_Q) <= y t + lambda c`` for each of its lines, and as
+``t <= 1``, ``omega = (y - theta)_+ + lambda c`` will do. The braces are at most ``q (theta + omega) + W + nu (logit p + eta)/a - xi
 gamma^2`` by the members of :mod:`otattn.lipschitz.forms.own_blocks`.
 
 **Others.** For a unit u, ``w = V^T u``, ``v_j = x_j - m``, ``N_j = |w + a<w, v_j> g|``: ``sum_k P_ik N_k^2 = |w|^2 + X^2 w^T C_i w
 <= Omega = 1 + X^2 lam``, lam at most L and, as w has at most beta across g, ``(beta L^{1/2} + (1 - beta^2)^{1/2}
-(nu_P/X^2)^{1/2})^2`` where this increases up to beta. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j
-e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So
+(nu_P/X^2)^{1/2})^2`` where this increases up to beta. By the soft lemma for ``V^T V``, ``w^T C_i w <= tr(V^T V C_i)`` is at most ``y L
++ lambda nu_P/X^2``, too. The part in the other tokens is at most ``sum P_ij N_j e_j <= (Omega q sum Q_j e_j^2)^{1/2}``.
+
+*Without the own token.* It is also at most ``q (T sum Q_j e_j^2)^{1/2}``, ``T = sum Q_j N_j^2``. As ``v_j = (x_j - y) - p d``, and
+with ``g' = g/gamma``, w' the part of w across g, ``l = logit p + eta`` (``<g', d> = l/X``),
+
+.. math:: T = |w - ap\langle w,d\rangle g|^2 + X^2w^TC_Qw = |w'|^2 + w^TKw, \qquad K = (g' - pXd)(g' - pXd)^T + X^2C_Q .
+
+Here ``<g', K g'> = (1 - pl)^2 + nu_Q =: k`` and ``tr K = 1 - 2pl + X^2 (t + p^2 |d|^2)``. As ``tr C_i = pq |d|^2 + q t <= L`` and
+``t <= L_Q = 1 - ((l_i - l)_+/X)^2``, ``l_i`` at or below ``a<g, x_i> = a<g, y> + l``: ``q^2 (t + p^2 |d|^2) <= q (p L + q min(q L_Q,
+L))``. ``|w'| <= beta``. So T is at most the maximum of ``(k^{1/2} cos + (tr K - k)^{1/2} sin)^2 + sin^2`` over the angles with ``sin
+<= beta``, a form in two variables, and at most ``beta^2 + y tr K + lambda k`` by the soft lemma.
+
+*The largest norm.* A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2 <= L (1 - r)`` and ``a<g, v> = log r + H(P)``. So
 ``r N <= r + X (lam r (1 - r))^{1/2}``, and as ``I + b v^T`` has the norm ``(|b||v| + (4 (1 + <b, v>) + |b|^2 |v|^2)^{1/2})/2``,
 
 .. math:: r N \le \tfrac12\bigl(T^{1/2} + (4 r^2 (1 + \log r + H(P))_+ + T)^{1/2}\bigr), \qquad T = X^2 L r(1 - r) .
@@ -39,12 +51,10 @@ e_j^2)^{1/2}``. A token of weight r has ``r <w, v>^2 <= lam (1 - r)``, ``r |v|^2
 With kappa the largest of the smaller bounds over r, the largest norm ``e_1`` may be lowered to z at the price ``(e_1 - z) kappa``. An
 atom ``r/q`` leaves Q an entropy of at most ``h(r/q) + (1 - r/q) log(n - 2)``.
 
-**Gibbs.** ``b sum Q_j e_j^2 + H(Q) <= log sum_{j != i} exp(b e_j^2)`` for every ``b > 0``: with the ``e_j`` known, eta bounds the mean
-of the squares. Of norms below ``e_3`` with squares of sum ``rem`` the exponentials less one sum to at most ``(rem/e_3^2)(exp(b e_3^2)
-- 1)`` (convexity).
+**Mean square.** With the ``e_j`` known, eta bounds ``S = sum Q_j e_j^2`` (:func:`~otattn.lipschitz.arithmetic.entropy.mean_square`).
 
-**Cells.** On a cell of p, eta and gamma take everything at its largest: ``R_i <= e O + (e_1 - z) kappa + (Omega q S)^{1/2}``, S the
-Gibbs bound at the least eta. Cells with ``l - E > X`` are empty. E is concave in p: its tangent at the upper end bounds it; on the
+**Cells.** On a cell of p, eta and gamma take everything at its largest: ``R_i <= e O + (e_1 - z) kappa + root S^{1/2}``, S at the
+least eta. Cells with ``l - E > X`` are empty. E is concave in p: its tangent at the upper end bounds it; on the
 last cell ``E <= q (log(1/q) + eta)``, increasing for ``q <= 1/e``. A row is bounded by the largest of the cells, which is convex in e.
 """
 
@@ -60,19 +70,15 @@ from typing import Any
 import numpy as np
 
 from otattn._linalg import EPS, Array
-from otattn.lipschitz.arithmetic.intervals import is_interval, lift, like, lower, upper, xlogy
-from otattn.lipschitz.arithmetic.rounding import top
-from otattn.lipschitz.forms.frontier import Frontier
+from otattn.lipschitz.arithmetic.entropy import entropies, mean_square, varentropies, varentropy
+from otattn.lipschitz.arithmetic.intervals import is_interval, like, lower, upper, xlogy
+from otattn.lipschitz.forms.frontier import TILTS, Frontier
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
 
 GAMMA = np.linspace(0.0, 1.0, 193)
 """Cells of gamma."""
-ENTROPIES = 30
-"""Cells of eta."""
 HEAVIEST = np.linspace(0.0, 1.0, 61)
 """Cells of r."""
-INVERSE_TEMPERATURES = np.geomspace(0.5, 80.0, 12)
-"""Values of beta."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
 _SLACK = 4e-3
@@ -86,7 +92,8 @@ class Sight:
     """What is known of the rows on the cells of gamma between ``GAMMA``: columns ``(cells, 1)``, floats or intervals.
 
     ``low`` bounds ``a <g, x_i>`` from below, ``field`` is vartheta, ``forms`` are the bounds of the frontier ``(forms, cells, 1)`` and
-    ``norms`` those of ``||M_s||``; ``varied`` bounds the variance of logits.
+    ``norms`` those of ``||M_s||``; ``varied`` bounds the variance of logits on each cell of eta. ``values`` and ``both`` are lines
+    ``(y, lambda)`` of the soft lemma, for ``V^T V`` and for the ``M_s``, ``(2, TILTS, cells, 1)``.
     """
 
     a: Any
@@ -95,13 +102,20 @@ class Sight:
     field: float
     forms: Any
     norms: Array
-    varied: float
+    varied: Array
+    values: Array
+    both: Array
 
     @classmethod
     def of(cls, a: Any, n: int, low: Any, field: float, frontier: Frontier) -> Sight:
         """``low`` has one entry a cell."""
         forms = like(frontier.at(GAMMA[:-1])[:, :, None], a)
-        return cls(a, n, low[:, None], field, forms, frontier.norms[2:], varentropy(n - 1))
+        varied = np.minimum(varentropies(n - 1, entropies(n)), varentropy(n - 1))
+        values, both = (
+            np.array(frontier.least(GAMMA[:-1], TILTS, norm, values=one)[:2])[..., None]
+            for norm, one in ((1.0, True), (field, False))
+        )
+        return cls(a, n, low[:, None], field, forms, frontier.norms[2:], varied, values, both)
 
     @property
     def gamma(self) -> tuple[Any, Any]:
@@ -109,7 +123,7 @@ class Sight:
         return like(GAMMA[:-1, None], self.a), like(GAMMA[1:, None], self.a)
 
     def beyond(self, theta: Any) -> Any:
-        """omega of the proof for each theta ``(members, 1, 1)``, on the cells."""
+        """omega of the proof for each theta ``(members, 1, 1)``, on the cells of gamma and eta."""
         c = self.along(like(self.varied, self.a))
         root = np.sqrt(c)
         beta, delta = (np.minimum(np.sqrt(x), 1.0) for x in self.forms[:2])
@@ -124,6 +138,8 @@ class Sight:
                 2.0 * (theta - slope) >= bend, level + bend**2 / (4.0 * free), slope - theta + bend + level
             )
             best = np.minimum(best, omega)
+        for y, slope in zip(*(like(x, self.a) for x in self.both), strict=True):
+            best = np.minimum(best, np.maximum(y - theta, 0.0) + slope * c)
         return np.maximum(best, 0.0)
 
     def along(self, varied: Any) -> Any:
@@ -148,7 +164,9 @@ class EntropicRows:
     def of(cls, sight: Sight, blocks: OwnBlocks) -> EntropicRows:
         """The cells of p, eta and gamma."""
         eta = entropies(sight.n)
-        found = [_cells(sight, blocks, at) for at in range(MASSES.size - 1)]
+        theta, place = np.unique(blocks.members[:, 1], return_inverse=True)
+        omega = sight.beyond(like(theta[:, None, None], sight.a))
+        found = [_cells(sight, blocks, at, (omega, place)) for at in range(MASSES.size - 1)]
         table = np.concatenate([x for x, _ in found], axis=1)
         for group in (True, False):
             parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
@@ -194,40 +212,20 @@ class EntropicRows:
         rest = np.full((index.size, floor.size), np.inf)
         for share in LOWERED:
             z = np.minimum(floor + share * np.maximum(upper(one) - floor, 0.0), upper(one))
-            S = np.sqrt(_gibbs([like(z, one), *most[1:]], next_one, rem, others, kinds))
-            np.minimum(rest, upper(one - z) * self.cap[index, None] + S[which] * self.root[index, None], out=rest)
+            S = np.sqrt(mean_square([like(z, one), *most[1:]], next_one, rem, others, kinds))
+            each = S[which]
+            each *= self.root[index, None]
+            if (lowered := upper(one - z)).any():
+                each += lowered * self.cap[index, None]
+            np.minimum(rest, each, out=rest)
         return rest
 
 
-def _gibbs(most: Sequence[Any], next_one: Any, rem: Any, others: int, kinds: Array) -> Array:
-    """Bounds ``(kinds, boxes)`` of the mean square at these least entropies, outward."""
-    b, low = INVERSE_TEMPERATURES[:, None], np.maximum(next_one**2, 1e-9)
-    first = most[0] ** 2
-    total = others + np.minimum(rem / low, float(others)) * (np.exp(b * low) - 1.0)
-    for x in most:
-        total = total + np.exp(b * x**2)
-    logs = upper(np.log(total)) + (0.0 if is_interval(first) else 1e-13)
-    best = np.minimum(upper(first), ((logs[:, None] - kinds[:, None]) / b[:, None]).min(axis=0))
-    # a difference and a quotient of floats: two roundings
-    return np.asarray(np.maximum(best, 0.0) * (1.0 + 4.0 * EPS))
+def _cells(sight: Sight, blocks: OwnBlocks, at: int, beyond: tuple[Any, Any]) -> tuple[Array, Array]:
+    """Columns ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide.
 
-
-def entropies(n: int) -> Array:
-    """Ends of the cells of eta, the last at or above ``log(n - 1)``."""
-    return np.append(np.linspace(0.0, math.log(n - 1.0), ENTROPIES + 1)[:-1], top(np.log(lift(n - 1.0))))
-
-
-def varentropy(m: int) -> float:
-    """The largest variance of ``log Q`` over laws Q on m atoms, outward."""
-    s = np.linspace(-40.0, 40.0, 16_001)
-    near = np.minimum(np.abs(s[:-1]), np.abs(s[1:])) * (np.sign(s[:-1]) == np.sign(s[1:]))
-    far = np.maximum(np.abs(lift(s[:-1]) + np.log(lift(m - 1.0))), np.abs(lift(s[1:]) + np.log(lift(m - 1.0))))
-    half = np.exp(0.5 * lift(near)) + np.exp(-0.5 * lift(near))
-    return float(upper((far / half) ** 2).max())
-
-
-def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
-    """Columns ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide."""
+    ``beyond`` are the omega, and which of them each member has.
+    """
     a, low, (g0, g1), eta = sight.a, sight.low, sight.gamma, entropies(sight.n)
     p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
     high, one = like(eta[1:], a), like(1.0, a)
@@ -240,14 +238,17 @@ def _cells(sight: Sight, blocks: OwnBlocks, at: int) -> tuple[Array, Array]:
     excess = np.maximum(low - E, 0.0)
     L = np.maximum(1.0 - (excess / X) ** 2, 0.0) + (0.0 if is_interval(a) else 64.0 * EPS)
     tied = X * X * _seen(sight, L, _own_varied(at, eta, a) + q * sight.varied)
-    omega = np.sqrt(1.0 + tied)
+    root = np.sqrt(q * (1.0 + tied))
+    if 0 < at < MASSES.size - 2:
+        root = np.minimum(root, np.sqrt(_apart(sight, at, L)))
     cap = _heaviest(at, q, eta, sight.n, X * X * L, tied)
     index = np.flatnonzero(blocks.members[:, 0] == at)
     theta, nu, xi = (like(x[:, None, None], a) for x in blocks.members[index][:, [1, 3, 4]].T)
-    braces = q * (theta + sight.beyond(theta)) + like(blocks.W[index][:, None, None], a)
+    omegas, place = beyond
+    braces = q * (theta + omegas[place[index]]) + like(blocks.W[index][:, None, None], a)
     own = upper(p1 + a * (braces - np.minimum(xi * g0**2, xi * g1**2)) + nu * (logit + high))
     live = ~(lower(low - E) > upper(X) * (1.0 + 1e-12))  # a nan is no empty cell
-    values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(np.sqrt(q) * omega)]
+    values = [np.maximum(own.min(axis=0), 0.0), upper(cap), upper(root)]
     each = np.array([np.broadcast_to(x, live.shape) * (1.0 + 8.0 * EPS) for x in values])
     each = np.where(live, each, -np.inf)
     # of the cells of gamma those that no other exceeds in all three; of equals the first
@@ -277,7 +278,39 @@ def _seen(sight: Sight, L: Any, varied: Any) -> Any:
     along = sight.along(varied)
     beta = np.minimum(sight.forms[0], 1.0)
     tied = (np.sqrt(beta * L) + np.sqrt(np.maximum(1.0 - beta, 0.0) * along)) ** 2
-    return np.where(beta * (L + along) <= L, np.minimum(tied, L), L)
+    lam = np.where(beta * (L + along) <= L, np.minimum(tied, L), L)
+    for y, slope in zip(*(like(x, sight.a) for x in sight.values), strict=True):
+        lam = np.minimum(lam, y * L + slope * along)
+    return lam
+
+
+def _apart(sight: Sight, at: int, L: Any) -> Any:
+    """A bound of ``q^2 T`` on a cell of p that has no end at 0 or 1, for each of eta."""
+    a, low, X, one = sight.a, sight.low, sight.a * sight.gamma[1], like(1.0, sight.a)
+    p0, p1 = (like(x, a) for x in MASSES[at : at + 2])
+    eta, q0, q1 = like(entropies(sight.n), a), one - p0, one - p1
+    first, last = (np.log(p) - np.log(q) + h for p, q, h in ((p0, q0, eta[:-1]), (p1, q1, eta[1:])))
+    least, most = np.minimum(p0 * first, p1 * first), np.maximum(p0 * last, p1 * last)
+    lost = 0.0 if is_interval(a) else 64.0 * EPS
+    LQ = np.maximum(1.0 - (np.maximum(low - last, 0.0) / X) ** 2, 0.0) + lost
+    middle = like(min(max(float(MASSES[at]), 0.5), float(MASSES[at + 1])), a)
+    free = 1.0 - 2.0 * least
+    trace = np.maximum(q0 * q0 * free, q1 * q1 * free)
+    trace = trace + X * X * (middle * (1.0 - middle) * L + q0 * q0 * np.minimum(q0 * LQ, L))
+    trace = np.maximum(trace, 0.0) + lost * (1.0 + X * X)
+    along = q0 * q0 * (np.maximum((1.0 - least) ** 2, (1.0 - most) ** 2) + sight.varied)
+    nearest = np.maximum(np.maximum(1.0 - most, least - 1.0), 0.0)
+    rest = np.maximum(trace - (q1 * nearest) ** 2, 0.0)
+    # the largest of (along^{1/2} cos + rest^{1/2} sin)^2 + q^2 sin^2, and it at the largest sine
+    total, square = q0 * q0 + along + rest, np.minimum(sight.forms[0], 1.0)
+    best = 0.5 * (total + np.sqrt(np.maximum(total**2 - 4.0 * q0 * q0 * along, 0.0) + 16.0 * EPS * total**2))
+    cosine, sine = np.sqrt(np.maximum(1.0 - square, 0.0)), np.sqrt(square)
+    end = (np.sqrt(along) * cosine + np.sqrt(rest) * sine) ** 2 + q0 * q0 * square
+    rises = (q0 * q0 + rest - along) * sine * cosine + np.sqrt(along * rest) * (1.0 - 2.0 * square)
+    best = np.where(lower(rises) > 0.0, np.minimum(best, end), best)
+    for y, slope in zip(*(like(x, a) for x in sight.values), strict=True):
+        best = np.minimum(best, q0 * q0 * square + y * trace + slope * along)
+    return best
 
 
 def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:

@@ -9,7 +9,8 @@ displacement too. Two bounds of a row know better:
 - :mod:`otattn.lipschitz.forms.entropic_rows`: a row's own token takes a part of its mass, which ties the heights of all others to
   their masses. It is the better one for small a.
 
-Both let V count with what it does orthogonally to the gradient. :mod:`otattn.lipschitz.forms.frontier_total` sums the smaller ones.
+Both let V count with what it does orthogonally, or nearly so, to the gradient. :mod:`otattn.lipschitz.forms.frontier_total` sums
+the smaller ones.
 
 When A is known to within delta (rounding), the constant moves by at most ``v delta ((4 + 7a) sqrt(n) + 2a + 1)``, as for the other
 forms (:mod:`otattn.lipschitz.upper.psd`; its argument holds for every A), and by less when V is, relative to v.
@@ -37,12 +38,12 @@ from otattn.lipschitz.constants.cells import proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
 from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap
 from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight
-from otattn.lipschitz.forms.frontier import Frontier
+from otattn.lipschitz.forms.frontier import TILTS, Frontier
 from otattn.lipschitz.forms.frontier_search import LEVELS, finer, refined
 from otattn.lipschitz.forms.frontier_total import MAX_CELLS, Total
 from otattn.lipschitz.forms.own_blocks import OwnBlocks
 from otattn.lipschitz.forms.own_pairs import OwnPairs
-from otattn.lipschitz.forms.vertex_rows import Cells, VertexRows
+from otattn.lipschitz.forms.vertex_rows import LINES, Cells, VertexRows
 from otattn.lipschitz.hypotheses import centred_ball, every, no_bias, order_two, softmax, tokens
 from otattn.lipschitz.theorem import theorem
 from otattn.measures.domains import Domain
@@ -191,10 +192,10 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
     Returns
     -------
     Certificate
-        Multipliers: those of the self-logit (``nu``, ``gap``), of the frontier (``heights``, ``shares``), of the own pairs
-        (``pairs``) and of the own blocks (``blocks``); cells of ``|g|`` (``edges``), of directions (``angles``) and the ``levels`` of
-        lambda; for each direction and cell the ``choice`` of a bound, its radius (``radii``) and its ``level``; and the ``mu`` of the
-        total. A plain :class:`Bound` when A or V is zero.
+        Multipliers: those of the self-logit (``nu``, ``gap``), of the frontier (``heights`` and ``shares``; ``lines``, a row ``(s, y,
+        lambda, t)`` for each use of its soft lemma), of the own pairs (``pairs``) and of the own blocks (``blocks``); cells of
+        ``|g|`` (``edges``), of directions (``angles``) and the ``levels`` of lambda; for each direction and cell the ``choice`` of a
+        bound, its radius (``radii``) and its ``level``; and the ``mu`` of the total. A plain :class:`Bound` when A or V is zero.
 
     Examples
     --------
@@ -222,6 +223,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         lambda x: whole.cells(x, family, frontier), lambda cells, x: VertexRows.of(cells, pairs, x, LEVELS), width
     )
     # a recheck proves each member anew: only those that decide are kept
+    frontier = frontier.decisive((GAMMA[:-1], TILTS), (edges[:-1], LINES))
     family = family.decisive(*(head.a * np.append(edges[x], GAMMA[x]) for x in (slice(-1), slice(1, None))))
     blocks = OwnBlocks.found(whole.A, whole.V, whole.field)
     blocks = blocks.take(whole.entropic(family, frontier, blocks).used)
@@ -234,6 +236,7 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
         "gap": family.gap,
         "heights": frontier.heights,
         "shares": frontier.shares,
+        "lines": frontier.lines,
         "pairs": pairs.members,
         "blocks": blocks.members,
         "edges": edges,

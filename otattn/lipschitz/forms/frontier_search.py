@@ -53,7 +53,7 @@ def _best(rows: VertexRows, candidates: Iterable[tuple[Array, Array]], floors: A
 def _everything(rows: VertexRows) -> Iterable[tuple[Array, Array]]:
     shape, cells = (len(rows.e), rows.cells.gamma[0].size), rows.cells
     for option, (tied, form, _) in enumerate(choices()):
-        gain = (cells.beta < 0.99) * tied + (cells.sigma[int(form)] < 0.99 * cells.sigma[0])
+        gain = (cells.beta[int(tied)] < 0.99) + (cells.sigma[int(form)] < 0.99 * cells.sigma[0])
         if option and not gain.any():
             continue  # no better than plain, and dearer
         for r in _RADII if (cells.c > 0.0).any() else (0.0,):

@@ -34,10 +34,18 @@ the bounds ``beta^2, delta^2, y_s``. Then
 - or, with ``mu >= ||M_s||`` and ``|<d', M_s g_i>| <= mu |d'| gamma / 2`` (d' and ``g_i`` are orthogonal, M_s is PSD): ``|Vd| |A^Td|
   <= <d, M_s d> <= y_s |d|^2 + |kappa| (mu |d'| + (mu - y_s) |kappa|)``: ``sigma = y_s`` and ``P = 2 sqrt(mu^2 + (mu - y_s)^2)``.
 
-As ``pq = omega (1 - omega)`` the terms in kappa are at most ``omega (1 - omega) a gamma |kappa| (sqrt2 s + P e / gamma_0)`` (the first
-only if beta is used), and ``lambda_1 omega a gamma |kappa|`` pays for them when ``1 - omega <= h`` and ``lambda_1 = h (sqrt2 s + P e /
-gamma_0)``: at most ``F(|m|)`` with these beta, sigma. The other vertices have ``rho > t = 2h - 1``: there, from the plain bounds
-with ``4pq = 1 - rho^2`` and ``|d| <= 2``,
+By the soft lemma d itself has the share ``c = kappa^2/|d|^2`` along ``g_i``:
+
+- for a line of M_s: ``|Vd| |A^Td| <= min(vartheta |d|^2, y |d|^2 + lambda kappa^2)``: ``sigma = y <= vartheta``, and as the lesser of
+  two numbers is below their geometric mean, ``P = 2 min(lambda, (lambda (vartheta - y))^{1/2})`` (``|d| <= 2``);
+- for one of ``V^T V``: ``|Vd| <= min(|d|, (y |d|^2 + lambda kappa^2)^{1/2})``, the second convex in kappa and ``|d|`` at ``kappa^2 =
+  |d|^2 (1 - y)/lambda``: below the chord, ``beta = y^{1/2}``, plus ``N |kappa|`` with ``N = (lambda (1 - beta)/(1 + beta))^{1/2}`` (1
+  for the beta above).
+
+As ``pq = omega (1 - omega)`` the terms in kappa are at most ``omega (1 - omega) a gamma |kappa| (sqrt2 N s + P e / gamma_0)`` (the
+first only if beta is used), and ``lambda_1 omega a gamma |kappa|`` pays for them when ``1 - omega <= h`` and ``lambda_1 = h (sqrt2 N
+s + P e / gamma_0)``: at most ``F(|m|)`` with these beta, sigma. The other vertices have ``rho > t = 2h - 1``: there, from the plain
+bounds with ``4pq = 1 - rho^2`` and ``|d| <= 2``,
 
 .. math:: s\sqrt{\tfrac12(1 + w_t^2)} + a\vartheta(1 - t^2)e, \qquad w_t = \max_{\rho\ge t}\{\rho + a\gamma_1(1 - \rho^2)\} .
 
@@ -74,14 +82,18 @@ from otattn.lipschitz.forms.own_pairs import OwnPairs
 
 SHARES = (0.65, 0.8, 1.0)
 """The numbers h."""
+LINES = np.array([0.03, 0.3])
+"""Tilts of the lines."""
 FIELDS = 2 + BALANCES.size
-"""Bounds of the part of C: plain, that of beta and delta, those of ``M_s``."""
+"""Bounds of the part of C: plain, that of beta and delta, those of ``M_s``; then one a line."""
 
 
 def choices() -> Array:
-    """Admissible ``(use of beta, bound of C, h)``, the plain one first."""
-    tied = [(b, f, h) for b in (0, 1) for f in range(FIELDS) for h in SHARES if b or f]
-    return np.array([(0.0, 0.0, 1.0), *tied])
+    """Admissible ``(beta, bound of C, h)``, the plain one first; beta none, that of the lemma, or one a line."""
+    hard, lines = range(FIELDS), range(LINES.size)
+    tied = [(b, f) for b in (0, 1) for f in hard if b or f] + [(b, FIELDS + k) for k in lines for b in (0, 2 + k)]
+    tied += [(2 + k, 0) for k in lines]
+    return np.array([(0.0, 0.0, 1.0), *((b, f, h) for b, f in tied for h in SHARES)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +101,7 @@ class Cells:
     """What is known of the rows on each cell of ``gamma = |g| / a``: arrays with one entry a cell, floats or intervals.
 
     ``a`` a float or an interval, in which case every result is an interval; ``c`` and ``spread`` are c and L of the proof,
-    ``beta (cells,)``, ``sigma`` and ``price`` ``(FIELDS, cells)``.
+    ``beta`` and ``toll`` (N of the proof) ``(2 + LINES, cells)``, ``sigma`` and ``price`` ``(FIELDS + LINES, cells)``.
     """
 
     a: Any
@@ -98,6 +110,7 @@ class Cells:
     c: Any
     spread: Any
     beta: Any
+    toll: Any
     sigma: Any
     price: Any
 
@@ -118,7 +131,15 @@ class Cells:
         price = np.concatenate(
             [(0.0 * one)[None], (2.0 * one)[None], 2.0 * np.hypot(mu, np.maximum(mu - bounds[2:], 0.0))]
         )
-        return cls(a, tau, (g0, g1), c, spread, beta, np.minimum(sigma, field), price)
+        y, slope = (like(x, a) for x in frontier.least(g0, LINES, field, values=False)[:2])
+        sigma = np.minimum(np.concatenate([sigma, y]), field)
+        lacking = np.maximum(field - sigma[FIELDS:], 0.0)
+        price = np.concatenate([price, 2.0 * np.minimum(slope, np.sqrt(slope * lacking))])
+        y, slope = (like(x, a) for x in frontier.least(g0, LINES, 1.0, values=True)[:2])
+        root = np.minimum(np.sqrt(y), 1.0)
+        toll = np.concatenate([(0.0 * one)[None], one[None], np.sqrt(slope * (1.0 - root) / (1.0 + root))])
+        beta = np.concatenate([one[None], beta[None], root])
+        return cls(a, tau, (g0, g1), c, spread, beta, toll, sigma, price)
 
     def select(self, index: Array) -> Cells:
         """Some of the cells."""
@@ -129,7 +150,8 @@ class Cells:
             (g0[index], g1[index]),
             self.c[index],
             self.spread[index],
-            self.beta[index],
+            self.beta[:, index],
+            self.toll[:, index],
             self.sigma[:, index],
             self.price[:, index],
         )
@@ -144,11 +166,11 @@ class Cells:
         """``lambda_1 + lambda_2``, and ``N - lambda tau`` with it, for a choice and an r each of shape ``(directions, cells)``."""
         a, cells = self.a, np.arange(self.gamma[0].size)
         table = choices()[choice]
-        tied, form, h = table[..., 0], table[..., 1].astype(int), like(table[..., 2], a)
+        tied, form, h = table[..., 0].astype(int), table[..., 1].astype(int), like(table[..., 2], a)
         g0, g1, r = (like(x, a) for x in (np.where(self.gamma[0] > 0.0, self.gamma[0], 1e-300), self.gamma[1], r))
-        beta = np.where(tied > 0.0, self.beta, 1.0 + 0.0 * self.beta)
+        beta, toll = self.beta[tied, cells], self.toll[tied, cells]
         sigma, price = self.sigma[form, cells], self.price[form, cells]
-        first = h * (np.sqrt(like(2.0, a)) * s * tied + price * e / g0)
+        first = h * (np.sqrt(like(2.0, a)) * s * toll + price * e / g0)
         square = 0.5 * (beta * a * g1) ** 2
         root = np.sqrt(1.0 + square * (1.0 - r * r))
         second = r * (s * square / root + 2.0 * a * sigma * e) / (a * g1)
@@ -160,7 +182,7 @@ class Cells:
         far = np.minimum(np.maximum(t, 0.5 / (a * g1)), 1.0)
         w = far + a * g1 * (1.0 - far * far)
         side = s * np.sqrt(0.5 * (1.0 + w * w)) + a * self.sigma[0] * (1.0 - t * t) * e
-        plain = (tied == 0.0) & (form == 0)
+        plain = (tied == 0) & (form == 0)
         return first + second, np.where(plain, value, np.maximum(value, side))
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import otattn as oa
+from otattn.lipschitz.arithmetic.entropy import entropies, mean_square, varentropy
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.certificate import Statement
 from otattn.lipschitz.constants.self_logit import SelfLogit
-from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, _gibbs, entropies, varentropy
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, _apart
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_rows import Whole
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
@@ -201,6 +202,39 @@ def test_field_parts_lie_below_their_lines():
     assert omega[0, -1] < 0.8 * sight.field  # the frontier says something
 
 
+def test_what_the_others_see_of_a_unit_vector():
+    """``q^2 T`` at its largest over the unit vectors, with the row's own ``1 - |m|^2``, at random and climbed."""
+    rng = np.random.default_rng(6)
+    for name, a, n, least in (("generic", 4.0, 8, 0.6), ("skew", 2.0, 4, 0.75), ("one dimension", 3.0, 4, 0.85)):
+        A, V, sight, _, _ = known(name, a, n)
+
+        def ratio(X, A=A, V=V, a=a, sight=sight, n=n):
+            g, P, Y, *_ = first_row(X, A, V, a)
+            at = int(np.searchsorted(MASSES, P[0], side="right")) - 1
+            if not 0 < at < MASSES.size - 2:
+                return 0.0
+            Q = P[1:] / P[1:].sum()
+            column = np.searchsorted(entropies(n), -(Q @ np.log(Q))) - 1
+            row = min(int(np.linalg.norm(g) * (GAMMA.size - 1)), GAMMA.size - 2)
+            seen = [V + a * np.outer(V @ y, g) for y in Y[1:]]
+            T = np.linalg.eigvalsh(sum(w * N @ N.T for w, N in zip(Q, seen, strict=True)))[-1]
+            bound = _apart(sight, at, 1.0 - np.square(P @ X).sum() + np.zeros((GAMMA.size - 1, 1)))
+            return float((1.0 - P[0]) ** 2 * T / bound[row, max(column, 0)])
+
+        best = 0.0
+        for _ in range(30):
+            X = tokens(rng, n, A)
+            value, step = ratio(X), 0.4
+            for _ in range(30):
+                Y = X + step * rng.standard_normal(X.shape) * (rng.random((n, 1)) < 0.6)
+                Y /= np.maximum(1.0, np.linalg.norm(Y, axis=1, keepdims=True))
+                if (found := ratio(Y)) > value:
+                    X, value = Y, found
+                step *= 0.9
+            best = max(best, value)
+        assert least < best <= 1.0 + 1e-12
+
+
 def test_gibbs_bounds_the_mean_square():
     rng = np.random.default_rng(4)
     for _ in range(100):
@@ -210,13 +244,13 @@ def test_gibbs_bounds_the_mean_square():
         third, rem = (e[2], float(np.square(e[2:]).sum())) if m > 2 else (0.0, 0.0)
         eta = np.array([-(Q @ np.log(Q))])
         one, two, third, rem = args = [np.array([x]) for x in (e[0], e[1], third, rem)]
-        S = float(_gibbs((one, two), third, rem, m - 2, eta)[0, 0])
+        S = float(mean_square((one, two), third, rem, m - 2, eta)[0, 0])
         assert np.sort(Q)[::-1] @ e**2 <= S + 1e-12
         one_, two_, third_, rem_ = (lift(x) for x in args)
-        assert _gibbs((one_, two_), third_, rem_, m - 2, eta)[0, 0] == pytest.approx(S, abs=1e-10)
+        assert mean_square((one_, two_), third_, rem_, m - 2, eta)[0, 0] == pytest.approx(S, abs=1e-10)
         for most, below in (((one,), e[1:]), ((one, two, third), e[3:])):
             left, many = np.array([float(np.square(below).sum())]), max(m - len(most), 0)
-            S = float(_gibbs(most, np.array([max(below, default=0.0)]), left, many, eta)[0, 0])
+            S = float(mean_square(most, np.array([max(below, default=0.0)]), left, many, eta)[0, 0])
             assert np.sort(Q)[::-1] @ e**2 <= S + 1e-12
 
 
