@@ -131,15 +131,15 @@ def _columns_count(log_excess: Callable[[float], float]) -> _Rule:
 
 
 def _gaps_count(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
-    """It wins for forms that are not near the identity, and comes no lower than .42 of the column bound's row, .64 of a small one's
-    (measured)."""
+    """It wins for forms that are not near the identity and not small, and comes no lower than .42 of the column bound's row, .64 where
+    kappa is at most 5 (measured)."""
     best = min((b.log_value for b in closed if b.value > 0), default=math.inf)
     columns = [b.details for b in closed if b.theorem == "column_bound" and "kappa" in b.details]
     v = spectral_norm(attention.V)
     if not columns or v == 0.0:
         return True
     kappa, row = (min(float(x[key]) for x in columns) for key in ("kappa", "row"))
-    return kappa > 0.4 * row / v and 0.5 * kappa + math.log((0.42 if kappa > 5.0 else 0.64) * row) < best
+    return kappa > max(2.2, 0.4 * row / v) and 0.5 * kappa + math.log((0.42 if kappa > 5.0 else 0.64) * row) < best
 
 
 def _many(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:

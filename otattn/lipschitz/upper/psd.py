@@ -284,8 +284,8 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     Examples
     --------
     >>> from otattn.attention import SoftmaxAttention
-    >>> bound = psd(SoftmaxAttention([[4.0]], [[1.0]]), radius=1.0, n=2, effort="fast")
-    >>> bound.value < 4, bound.verify()
+    >>> bound = psd(SoftmaxAttention([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]]), radius=1.0, n=3, effort="fast")
+    >>> bound.value < 2.3, bound.verify()
     (True, True)
     """
     statement = Statement(attention, domain, n, p)

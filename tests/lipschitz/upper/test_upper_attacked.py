@@ -65,7 +65,7 @@ def possible_rows(columns, rng, count):
 def test_boxes_of_rows_hold_what_the_definitions_say():
     rng = np.random.default_rng(0)
     seen = 0
-    for k in range(70):
+    for k in range(35):
         columns = some_columns(rng, SIZES[k % len(SIZES)])
         (r, h, p, q), lam = possible_rows(columns, rng, 300)
         count, a = len(r), columns.a
@@ -86,7 +86,7 @@ def test_boxes_of_rows_hold_what_the_definitions_say():
         # 1e-9: the logarithms are differences of terms of that size
         assert (true <= whole + 1e-9 * (1 + a) * (1 + many.sigma) ** 2).all()
         seen += count
-    assert seen > 5000
+    assert seen > 2500
 
 
 @pytest.mark.slow
@@ -430,8 +430,8 @@ ALTERED = {
     "reversed": lambda x: x[::-1].copy(),
     "shorter": lambda x: x[:-1],
 }
-SPENT = {("split", "huge"), ("sigma", "zero"), ("sigma", "tiny")}
-"""With these a check of a PSD form says no only when its cells are spent, after ten seconds."""
+SPENT = {("split", "huge"), ("sigma", "zero"), ("sigma", "tiny"), ("lines", "half")}
+"""With these a check says no only when its cells are spent, after ten seconds and more."""
 DEAR = {"frontier_rows": ("tiny", "minus one"), "psd": ("half", "tiny")}
 """Valid multipliers, far from good ones: each takes seconds to say no."""
 OTHER_WORDS = {word: lambda x, word=word: word for word in ("", "entropy", "covariance", "plain", "column", "x")}
