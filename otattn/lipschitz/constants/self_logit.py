@@ -303,11 +303,16 @@ class Barycentre:
             best = np.minimum(best, g - nu * g**2 + lam * (r1 if lam >= 0 else r0) ** 2 + const)
         return best
 
-    def cell(self, lo: Any, hi: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-        """The ends of r and of ``|g|``, the bound of f, and Gam on cells of (r, q)."""
+    def sides(self, lo: Any, hi: Any) -> tuple[Any, Any, Any, Any]:
+        """The ends of r and of ``|g|`` on cells of (r, q)."""
         (r0, q0), (r1, q1) = ends(lo, hi, self.head.exact)
         g0, g1 = self.gamma(r0, q0), self.gamma(r1, q1)
         if self.rigid:
             g0 = np.minimum(g0, self.least * r0)  # |g| is not quite a function of r
+        return r0, r1, g0, g1
+
+    def cell(self, lo: Any, hi: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """The ends of r and of ``|g|``, the bound of f, and Gam on cells of (r, q)."""
+        r0, r1, g0, g1 = self.sides(lo, hi)
         Gam = np.minimum(self.head.top**2, g1**2 + self.head.a**2 * (1 - r0**2))
         return r0, r1, g0, g1, self.excess(r0, r1, g0, g1), Gam

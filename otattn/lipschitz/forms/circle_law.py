@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.interpolate import interpn
 
 from otattn._linalg import Array
 from otattn.lipschitz.arithmetic.intervals import lift, lower, upper
@@ -124,18 +125,10 @@ def _corners(exact: bool) -> tuple[Any, Any]:
     return (np.cos(middle) * size)[None], (np.sin(middle) * size)[None]
 
 
-def interpolated(table: Array, *at: Array) -> Array:
+def interpolated(table: Array, *at: Array, nodes: tuple[Array, ...] = NODES) -> Array:
     """The multipliers between the nodes, linear in each coordinate."""
-    places = []
-    for nodes, x in zip(NODES, at, strict=True):
-        k = np.clip(np.searchsorted(nodes, x, side="right") - 1, 0, nodes.size - 2)
-        places.append((k, np.clip((x - nodes[k]) / (nodes[k + 1] - nodes[k]), 0.0, 1.0)))
-    (i, s), (j, t), (k, u) = places
-    total = np.zeros((len(table), s.size))
-    for a, b, c in np.ndindex(2, 2, 2):
-        share = (s if a else 1.0 - s) * (t if b else 1.0 - t) * (u if c else 1.0 - u)
-        total += share * table[:, i + a, j + b, k + c]
-    return total
+    inside = [np.clip(x, known[0], known[-1]) for x, known in zip(at, nodes, strict=True)]
+    return np.asarray(interpn(nodes, np.moveaxis(table, 0, -1), np.stack(inside, axis=-1))).T
 
 
 def found(

@@ -112,10 +112,8 @@ class GapRows:
 
     def place(self, lo: Array, hi: Array) -> tuple[Any, ...]:
         """The ends of ``|x|``, of ``|g|``, of ``<g,x>`` on cells, and where there is no x."""
-        (r0, q0, t0), (r1, q1, t1) = ends(lo, hi, self.exact)
-        g0, g1 = self.field.gamma(r0, q0), self.field.gamma(r1, q1)
-        if self.field.rigid:
-            g0 = np.minimum(g0, self.field.least * r0)
+        r0, r1, g0, g1 = self.field.sides(lo[:2], hi[:2])
+        t0, t1 = ends(lo[2], hi[2], self.exact)
         largest = self.field.head.top
         wide = 0.0 if self.exact else 1e-12 * largest
         low = self.field.family.lower(g0, g1, r0, r1) - wide

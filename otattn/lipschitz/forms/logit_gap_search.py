@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.interpolate import interp1d
 from scipy.optimize import linprog, minimize
 
 from otattn._linalg import Array, mid
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.constants.self_logit import Barycentre, SelfLogit
-from otattn.lipschitz.forms.circle_law import NODES, CircleLaw, found
+from otattn.lipschitz.forms.circle_law import NODES, SHAPE, CircleLaw, found, interpolated
 
 _RATES, _SHARPS = (0.1, 0.25, 0.5), (0.25, 0.5, 1.0)
 """First rates, and sharpnesses over ``G_1^{1/2}``."""
@@ -57,14 +56,13 @@ class Samples:
     ) -> CircleLaw:
         """A law with multipliers of a part of the nodes and what lies between them, or of every node; found from those of another."""
         largest, steps = top(self.field.head.top), (1, 1, 1) if every else _STEPS
-        few = [x[::step] for x, step in zip(NODES, steps, strict=True)]
+        few = tuple(x[::step] for x, step in zip(NODES, steps, strict=True))
         start = None if like is None else like.table[:, :: steps[0], :: steps[1], :: steps[2]].reshape(4, -1)
         g, psi, r = (x.ravel() for x in np.meshgrid(*few, indexing="ij"))
         table = found(largest, rate, sharp, (g * largest, r, r * np.cos(math.pi * psi)), rounds, start)
-        table = table.reshape(4, *(x.size for x in few))
-        for axis, (nodes, some) in enumerate(zip(NODES, few, strict=True), start=1):
-            table = interp1d(some, table, axis=axis)(nodes)
-        return CircleLaw(largest, rate, sharp, table)
+        every_node = [x.ravel() for x in np.meshgrid(*NODES, indexing="ij")]
+        table = interpolated(table.reshape(4, *(x.size for x in few)), *every_node, nodes=few)
+        return CircleLaw(largest, rate, sharp, table.reshape(SHAPE))
 
     def weights(self, law: CircleLaw) -> tuple[Array, float]:
         """Good weights, and ``log T`` of the worst point."""
