@@ -55,7 +55,7 @@ def any_measure() -> list[dict[str, float]]:
                 "softmax lower": oa.lipschitz_lower_bound(soft, radius=R, rng=0).value,
                 "softmax upper": oa.lipschitz_upper_bound(soft, radius=R).value,
                 "Sinkhorn lower": oa.lipschitz_lower_bound(sink, radius=R, n=8, rng=0).value,
-                "Sinkhorn upper": oa.bounds.sinkhorn_bound(sink, radius=R).value,
+                "Sinkhorn upper": oa.lipschitz_upper_bound(sink, radius=R).value,
             }
         )
     return rows

@@ -298,13 +298,15 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     base = Columns(
         head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a), 0.1
     )
-    tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 4)
-    plan, found = _proved_plan(base, deep=deep, most_zeta=20.0 if deep else 4.0, tol=tol, max_cells=cells)
-    if found.value > found.seen + _LOOSE:
+    tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 12)
+    polish = 6 if deep else 2
+    plan, found = _polished(base, deep=deep, most_zeta=20.0 if deep else 4.0, tol=4 * tol, max_cells=cells // polish)
+    if found.value > found.seen + _LOOSE + 4 * tol:
         # too many boxes: what needs fewer may be the better bound
-        other = _proved_plan(base, deep=False, most_zeta=4.0 if deep else 0.1, tol=tol, max_cells=cells)
+        other = _polished(base, deep=False, most_zeta=4.0 if deep else 0.1, tol=4 * tol, max_cells=cells // polish)
         plan, found = min((plan, found), other, key=lambda pair: pair[1].value)
     columns, sought = plan.columns, plan.multipliers
+    found = _prove(columns, plan.edges, sought, tol=tol, max_cells=cells)
     return certify(
         "psd",
         statement=replace(statement, options={"target": found.value}),
@@ -323,17 +325,13 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
     )
 
 
-def _proved_plan(base: Columns, *, deep: bool, most_zeta: float, tol: float, max_cells: int) -> tuple[Plan, Maximum]:
-    """Weights and multipliers, and the maximum that is proved with them."""
+def _polished(base: Columns, *, deep: bool, most_zeta: float, tol: float, max_cells: int) -> tuple[Plan, Maximum]:
+    """Weights and multipliers, better ones where the maximum stands, whose box joins the sampled rows, and that maximum."""
     plan = choose(base, deep=deep, most_zeta=most_zeta)
-    plan, _ = _polish(plan, rounds=4 if deep else 2, tol=4 * tol, max_cells=max_cells // 6)
-    return plan, _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=max_cells)
-
-
-def _polish(plan: Plan, *, rounds: int, tol: float, max_cells: int) -> tuple[Plan, Maximum]:
-    """Better multipliers where the maximum stands: its box joins the sampled rows."""
     found = _prove(plan.columns, plan.edges, plan.multipliers, tol=tol, max_cells=max_cells)
-    for _ in range(rounds):
+    for _ in range(4 if deep else 2):
+        if found.value > found.seen + _LOOSE + tol:  # too many boxes
+            break
         cell = int(np.clip(np.searchsorted(plan.edges, 0.5 * (found.lo[0] + found.hi[0])) - 1, 0, plan.edges.size - 2))
         weights = np.array(np.meshgrid(*[np.linspace(0.0, 1.0, 3)] * 4)).reshape(4, -1)
         points = found.lo[:, None] + weights * (found.hi - found.lo)[:, None]

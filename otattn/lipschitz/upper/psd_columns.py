@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,28 +123,28 @@ class Columns(Rows):
         capped = (self.a * box.h.hi) ** 2 * self.cap(box).hi / self.metric(box.h).hi
         largest = np.minimum(self.thinned(gamma, box).hi, capped)
         value = self.at_corner(box, largest, tilt, self.widest)
-        smooth = (box.p.hi < _NEAR_ONE) & (box.h.lo > _NEAR_ZERO)
-        there = self.reach_at(plane, at) - at.loss.lo
+        smooth = (upper(box.p.hi) < _NEAR_ONE) & (lower(box.h.lo) > _NEAR_ZERO)
+        here = self.reach_at(plane, at)
         slopes = self.reach_slopes(box, E, plane)._replace(loss=Range.of(self.wrap(-np.ones(lo.shape[1]))))
-        bound, moves = self.by_middle(box, at, tilt, there, gamma, slopes)
+        bound, moves = self.by_middle(box, at, tilt, here - at.loss.lo, gamma, slopes)
         value = np.where(smooth, np.minimum(value, bound), value)
         # the least loss in Gamma, the largest in the crowd: no slopes in h near 0
         crowd = tilt.nu * np.log1p(tilt.zeta * np.minimum(self.gap(box).hi, self.widest))
         fixed, flat = replace(box, loss=Range.of(box.loss.lo)), replace(at, loss=Range.of(box.loss.lo))
         still = tilt._replace(lure=0.0 * tilt.nu)
-        there, slopes = self.reach_at(plane, at) - box.loss.lo, slopes._replace(loss=Range.of(0.0 * reach.hi))
-        apart, others = self.by_middle(fixed, flat, still, there, self.gamma(reach, fixed), slopes)
-        apart = apart + crowd
-        moves = np.where(np.asarray(upper(apart)) < np.asarray(upper(bound)), upper(others), upper(moves))
-        value = np.where(box.p.hi < _NEAR_ONE, np.minimum(value, apart), value)
-        caps = [(share.lo > 0.5, self.capped(box, at, own=own)) for own, share in ((False, box.p), (True, box.q))]
-        for where, cap in (*caps, (self.largest(box) < 1, self.evened(box, at))):
-            bound, _ = self.by_middle(box, at, tilt, *cap)
-            value = np.where(where & smooth, np.minimum(value, bound), value)
+        slopes, gamma = slopes._replace(loss=Range.of(0.0 * reach.hi)), self.gamma(reach, fixed)
+        apart, others = self.by_middle(fixed, flat, still, here - box.loss.lo, gamma, slopes)
+        moves = np.where(upper(apart + crowd) < upper(bound), upper(others), upper(moves))
+        value = np.where(box.p.hi < _NEAR_ONE, np.minimum(value, apart + crowd), value)
+        caps: Any = [(partial(self.capped, own=own), lower(x.lo) > 0.5) for own, x in ((False, box.p), (True, box.q))]
+        for cap, holds in (*caps, (self.evened, self.largest(box) < 1)):
+            some = np.flatnonzero(smooth & holds)
+            part, inside = box.some(some), at.some(some)
+            bound, _ = self.by_middle(part, inside, Tilt(*(x[some] for x in tilt)), *cap(part, inside))
+            value[some] = np.minimum(value[some], bound)
         r = box.r.hi
-        in_r = 2 * tilt.tail / np.maximum(r, 1e-300)
         steep = self.square_slope(Range.of(r)).hi + 2 * self.chi
-        in_r = in_r + box.p.hi * (self.a * box.h.hi) ** 2 * steep / (1 + largest)
+        in_r = 2 * tilt.tail / np.maximum(r, 1e-300) + box.p.hi * (self.a * box.h.hi) ** 2 * steep / (1 + largest)
         pull = np.array([upper(in_r * (r - box.r.lo)), *moves[:3]]) + 1e-12
         return np.asarray(upper(np.where(keep, value, -np.inf))), pull
 
@@ -165,10 +166,9 @@ class Columns(Rows):
             above, over = np.where(down, trial, above), np.where(down, over, trial)
         # no loss is below the least, and one that brings Gamma just to the cap may be the best
         cap = self.cap(box).lo
-        some = (np.asarray(lower(cap)) < 1) | (self.chi > 0)
+        some = (lower(cap) < 1) | (self.chi > 0)
         crossing = reach.hi - (self.a * box.h.lo) ** 2 * cap
-        last = np.maximum(np.asarray(upper(least.hi)), np.where(some, np.asarray(upper(crossing)), 0.0))
-        last = np.clip(last, below, high)
+        last = np.clip(np.maximum(upper(least.hi), np.where(some, upper(crossing), 0.0)), below, high)
         return replace(box, loss=Range(self.wrap(below), self.wrap(np.maximum(above, last))))
 
     def loss_slope(self, box: Box, reach: Range, tilt: Tilt, loss: Array, end: Array) -> Range:

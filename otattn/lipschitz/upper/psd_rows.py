@@ -51,8 +51,8 @@ class Range:
         if not isinstance(other, Range):
             x, y = self.lo * other, self.hi * other
             return Range(np.minimum(x, y), np.maximum(x, y))
-        corners = np.stack([x * y for x in (self.lo, self.hi) for y in (other.lo, other.hi)])
-        return Range(corners.min(axis=0), corners.max(axis=0))
+        a, b, c, d = (x * y for x in (self.lo, self.hi) for y in (other.lo, other.hi))
+        return Range(*(f(f(a, b), f(c, d)) for f in (np.minimum, np.maximum)))
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -64,6 +64,10 @@ class Range:
         """The range of the exponential."""
         low = np.exp(self.lo)
         return Range(low, low if self.hi is self.lo else np.exp(self.hi))
+
+    def some(self, index: Any) -> Range:
+        """The ranges of some boxes."""
+        return Range(self.lo[index], self.hi[index])
 
     def size(self) -> Any:
         """The largest size of a number of the range."""
@@ -85,6 +89,10 @@ class Box:
     def sides(self) -> tuple[Range, Range, Range]:
         """The ranges of h, log p and log q."""
         return self.h, self.lp, self.lq
+
+    def some(self, index: Any) -> Box:
+        """Some of the boxes."""
+        return Box(*(x.some(index) for x in (self.r, *self.sides(), self.loss)))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "p", self.lp.exp())

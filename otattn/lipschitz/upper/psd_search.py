@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -138,38 +137,46 @@ class _Values:
         thin = 1 + columns.omega * self.square
         split = columns.t(h) * columns.raised(columns.variance(rows.gamma, h))
         self.weight = np.log(columns.row_weight(p, rows.gamma / thin)) + np.log1p(split)
-        self.odds, self.log_share = light - lp, lq - light
+        self.odds, log_y = light - lp, _share_grid(columns.n)[-1]
+        place = np.interp(lq - light, log_y, np.arange(log_y.size))
+        self.below = np.minimum(place.astype(int), log_y.size - 2)
+        self.above = place - self.below
 
     def __call__(self, what: Array, *, flat: bool = False) -> Array:
-        mu, nu, sigma, xi, t, zeta, phi, s = what.tolist()
-        left = max(phi - nu * (s - t), 0.0)
+        """At multipliers ``(8,)``, or at ``(8, k)`` of them: ``(count,)`` or ``(k, count)``."""
+        mu, nu, sigma, xi, t, zeta, phi, s = np.reshape(what, (8, -1, 1))
+        left = np.maximum(phi - nu * (s - t), 0.0)
         kappa = mu - nu * t - phi + left
-        value = (self.weight + nu * np.log1p(zeta * self.gap)).max(axis=0) - nu * np.log1p(zeta * self.short)
-        value = value + mu * self.odds + (mu - 2 * kappa * sigma) * self.logit + kappa * self.bend * sigma**2
-        value = value + (left - nu * t) * self.square
-        value = value - 0.5 * nu * ((self.d - 1) * math.log1p(-(t**2)) + math.log1p(-(s**2)))
-        value = value - math.log(phi / self.omega) + phi / self.omega - 1
+        value = (self.weight + nu[:, None] * np.log1p(zeta[:, None] * self.gap)).max(axis=1)
+        value = value - nu * np.log1p(zeta * self.short) + mu * self.odds + (mu - 2 * kappa * sigma) * self.logit
+        value = value + kappa * self.bend * sigma**2 + (left - nu * t) * self.square
+        level = np.log(phi / self.omega) - phi / self.omega + 1
+        value = value - 0.5 * nu * ((self.d - 1) * np.log1p(-(t**2)) + np.log1p(-(s**2))) - level
         if flat:
-            return np.asarray(value + (1 - mu) * math.log(self.n - 1))
-        x, log_y, kl = _share_grid(self.n)
-        share = ((mu - 1) * np.log(x) - xi / x - (mu - nu) * kl).max(axis=0) + xi * (self.n - 1)
-        return np.asarray(value + np.interp(self.log_share, log_y, share))
+            value = value + (1 - mu) * math.log(self.n - 1)
+        else:
+            x, kl, _ = _share_grid(self.n)
+            share = (mu - 1)[:, None] * np.log(x) - xi[:, None] / x - (mu - nu)[:, None] * kl
+            share = share.max(axis=1)
+            share = share[:, self.below] * (1 - self.above) + share[:, self.below + 1] * self.above
+            value = value + share + xi * (self.n - 1)
+        return value[0] if np.ndim(what) == 1 else value
 
 
 @lru_cache(maxsize=8)
 def _share_grid(n: int) -> tuple[Array, Array, Array]:
-    """Grids of shares x (a column) and of ``log y``, and ``kl(x|y)``."""
+    """A grid of shares x (a column), ``kl(x|y)``, and ``log y`` of a grid of them."""
     x = np.geomspace(0.05 / n, 1 - 1e-9, 40)[:, None]
     y = np.geomspace(0.02 / n, 1 - 1e-9, 40)
-    return x, np.log(y), rel_entr(x, y) + rel_entr(1 - x, 1 - y)
+    return x, rel_entr(x, y) + rel_entr(1 - x, 1 - y), np.log(y)
 
 
 def _multipliers(v: Array, columns: Columns) -> Array:
-    """``mu, nu, sigma, xi, t, zeta, phi, s`` from the coordinates of the search."""
-    mu, part, sigma, log_xi, t, log_zeta, share = np.clip(v, _LOW, _HIGH)
+    """``mu, nu, sigma, xi, t, zeta, phi, s`` from the coordinates of the search, ``(7,)`` or ``(7, k)``."""
+    mu, part, sigma, log_xi, t, log_zeta, share = np.clip(v.T, _LOW, _HIGH).T
     nu, phi = mu * part, share * columns.omega
-    s = min(t + phi / max(nu, 1e-9), 0.5 * (1.0 + t))
-    return np.array([mu, nu, sigma, math.exp(log_xi) / (columns.n - 1), t, math.exp(log_zeta), phi, s])
+    s = np.minimum(t + phi / np.maximum(nu, 1e-9), 0.5 * (1.0 + t))
+    return np.array([mu, nu, sigma, np.exp(log_xi) / (columns.n - 1), t, np.exp(log_zeta), phi, s])
 
 
 def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int) -> tuple[float, Array]:
@@ -187,11 +194,12 @@ def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int)
         def room(x: Array, worst: _Values = worst) -> Array:
             return np.asarray(x[-1] - worst(_multipliers(x[:-1], columns)))
 
-        def slopes(x: Array, room: Callable[[Array], Array] = room) -> Array:
-            here = room(x)
-            steps = np.diag(np.where(x[:-1] + _STEP > high, -_STEP, _STEP))
-            moved = [(room(np.append(x[:-1] + e, x[-1])) - here) / e[k] for k, e in enumerate(steps)]
-            return np.stack([*moved, np.ones(here.size)], axis=1)
+        def slopes(x: Array, worst: _Values = worst) -> Array:
+            steps = np.where(x[:-1] + _STEP > high, -_STEP, _STEP)
+            here, *moved = worst(
+                _multipliers(x[:-1, None] + np.eye(steps.size, steps.size + 1, 1) * steps[:, None], columns)
+            )
+            return np.stack([*((here - y) / step for y, step in zip(moved, steps, strict=True)), np.ones(here.size)], 1)
 
         found = minimize(
             lambda x: float(x[-1]),
@@ -258,15 +266,11 @@ def _weights(base: Columns, high: Array, *, deep: bool) -> tuple[float, Columns,
         columns = columns_at(v, power)
         own = _own(columns, radii, 200)
         worst = 0.0
-        # the worst radii first: the others seldom matter
-        for k in order:
+        for k in range(len(radii)):
             log_off, memory[k] = _best(columns, samples[k], memory[k], high, 2 if deep else 1)
-            sums[k] = math.exp(log_off) + own[k]
-            worst = max(worst, sums[k])
+            worst = max(worst, math.exp(log_off) + own[k])
         return math.log(worst) + 0.01 * float(np.abs(v - np.clip(v, -7.0, 4.0)).sum())
 
-    order = list(range(len(radii)))
-    sums = np.zeros(len(radii))
     best: tuple[float, Array, float] = (math.inf, np.zeros(5), 0.0)
     starts, powers = [[0.1, 0.0, -0.9, -3.5, -1.5]], [0.0]
     if deep:
