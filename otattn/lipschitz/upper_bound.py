@@ -143,8 +143,9 @@ def _gaps_count(attention: SoftmaxAttention, n: int | None, p: float, closed: li
 
 
 def _many(attention: SoftmaxAttention, n: int | None, p: float, closed: list[Bound]) -> bool:
-    """Two tokens have a sharper theorem (measured)."""
-    return n != 2 or not _few_dimensions(attention, n, p, closed)
+    """Two tokens and logits of less than .7 have sharper theorems (measured)."""
+    sizes = [b.details["t"] for b in closed if b.theorem == "row_bound" and "t" in b.details]
+    return (n != 2 or not _few_dimensions(attention, n, p, closed)) and min(sizes, default=1.0) > 0.7
 
 
 _Rule = Callable[[SoftmaxAttention, "int | None", float, list[Bound]], bool]
