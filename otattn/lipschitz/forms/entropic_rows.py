@@ -81,9 +81,9 @@ HEAVIEST = np.linspace(0.0, 1.0, 61)
 """Cells of r."""
 LOWERED = (0.0, 0.3, 0.6, 1.0)
 """Where z stands between the second norm and the first."""
-_SLACK = 4e-3
+_SLACK = 6e-3
 """Cells within this of another are merged with it."""
-_COARSE = 1.2e-2
+_COARSE = 2e-2
 """The same for large boxes."""
 
 
@@ -149,43 +149,31 @@ class Sight:
 
 @dataclass(frozen=True, eq=False)
 class EntropicRows:
-    """Cells that bound every row: ``R <= e own + (e_1 - z) cap + root S(entropy)^{1/2}``, arrays with one entry a cell, outward.
-
-    ``used`` are the members of the own blocks that decide.
-    """
+    """Cells that bound every row: ``R <= e own + (e_1 - z) cap + root S(entropy)^{1/2}``, arrays with one entry a cell, outward."""
 
     entropy: Array
     own: Array
     cap: Array
     root: Array
-    used: Array
 
     @classmethod
     def of(cls, sight: Sight, blocks: OwnBlocks) -> EntropicRows:
         """The cells of p, eta and gamma."""
-        eta = entropies(sight.n)
-        theta, place = np.unique(blocks.members[:, 1], return_inverse=True)
-        omega = sight.beyond(like(theta[:, None, None], sight.a))
-        found = [_cells(sight, blocks, at, (omega, place)) for at in range(MASSES.size - 1)]
-        table = np.concatenate([x for x, _ in found], axis=1)
-        for group in (True, False):
-            parts = [np.flatnonzero(table[0] == x) for x in eta[:-1]] if group else [np.arange(table.shape[1])]
-            table = table[:, np.concatenate([k[_undominated(table[:, k], _SLACK)] for k in parts])]
-            table[1:] *= 1.0 + 1.01 * _SLACK
-        entropy, own, cap, root = table
-        return cls(entropy, own, cap, root, np.unique(np.concatenate([x for _, x in found])))
+        table, _ = every_cell(sight, blocks)
+        parts = [_merged(table[:, table[0] == x], _SLACK) for x in np.unique(table[0])]
+        return cls(*_merged(np.concatenate(parts, axis=1), _SLACK))
 
     def row(self, e: Array, most: Sequence[Any], next_one: Any, rem: Any, others: int) -> Array:
         """Bounds ``(levels, boxes)`` for own norms ``e (levels, boxes)``; the largest others ``most``, in order.
 
         The ``others`` are below ``next_one``, their squares sum to at most ``rem``.
         """
-        inputs, every_cell = (*most, next_one, rem), np.arange(self.own.size)
+        inputs, whole = (*most, next_one, rem), np.arange(self.own.size)
         # a bound for the largest norms of all boxes holds on each: cells where it is small are done with
         widest = [like(np.array([upper(x).max()]), x) for x in inputs]
-        above = e.max(axis=1)[:, None] * self.own + self._rest(every_cell, widest, others)[:, 0]
+        above = e.max(axis=1)[:, None] * self.own + self._rest(whole, widest, others)[:, 0]
         least = [np.array([upper(x).min()]) for x in inputs]
-        below = e.min(axis=1)[:, None] * self.own + self._rest(every_cell, least, others)[:, 0]
+        below = e.min(axis=1)[:, None] * self.own + self._rest(whole, least, others)[:, 0]
         live = above > below.max(axis=1, keepdims=True)
         done = np.where(live, 0.0, above).max(axis=1)
         index = np.flatnonzero(live.any(axis=0))
@@ -198,11 +186,7 @@ class EntropicRows:
     @cached_property
     def coarse(self) -> EntropicRows:
         """Fewer and larger cells that bound every row too."""
-        table = np.array([self.entropy, self.own, self.cap, self.root])
-        table = table[:, _undominated(table, _COARSE)]
-        table[1:] *= 1.0 + 1.01 * _COARSE
-        entropy, own, cap, root = table
-        return EntropicRows(entropy, own, cap, root, self.used)
+        return EntropicRows(*_merged(np.array([self.entropy, self.own, self.cap, self.root]), _COARSE))
 
     def _rest(self, index: Any, inputs: Sequence[Any], others: int) -> Array:
         """Bounds ``(index, boxes)`` of the part of the others, by some of the cells."""
@@ -221,8 +205,16 @@ class EntropicRows:
         return rest
 
 
+def every_cell(sight: Sight, blocks: OwnBlocks) -> tuple[Array, Array]:
+    """Columns ``(entropy, own, cap, root)`` of the cells of p, eta and gamma, and the members of the blocks that decide."""
+    theta, place = np.unique(blocks.members[:, 1], return_inverse=True)
+    omega = sight.beyond(like(theta[:, None, None], sight.a))
+    found = [_cells(sight, blocks, at, (omega, place)) for at in range(MASSES.size - 1)]
+    return np.concatenate([x for x, _ in found], axis=1), np.unique(np.concatenate([x for _, x in found]))
+
+
 def _cells(sight: Sight, blocks: OwnBlocks, at: int, beyond: tuple[Any, Any]) -> tuple[Array, Array]:
-    """Columns ``(entropy, own, cap, root)`` of the cells of eta and gamma on one of p, and the members that decide.
+    """Those of the cells of eta and gamma on one of p.
 
     ``beyond`` are the omega, and which of them each member has.
     """
@@ -336,15 +328,15 @@ def _heaviest(at: int, q: Any, eta: Array, n: int, T: Any, tied: Any) -> Any:
     return worst
 
 
-def _undominated(table: Array, slack: float) -> Array:
-    """Columns ``(entropy, own, cap, root)``: each has one among them of no higher entropy and values no lower but for the slack."""
+def _merged(table: Array, slack: float) -> Array:
+    """Columns ``(entropy, own, cap, root)``, fewer: the largest of those that one among them exceeds but for the slack."""
     signed = table * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]
-    raised = signed.copy()
-    raised[1:] *= 1.0 + slack
+    raised = signed * (1.0 + slack * np.array([0.0, 1.0, 1.0, 1.0])[:, None])
     left = np.argsort(-signed.sum(axis=0), kind="stable")
-    kept: list[int] = []
+    merged: list[Array] = []
     while left.size:
-        kept.append(int(left[0]))
-        left = left[1:]
-        left = left[~(raised[:, kept[-1], None] >= signed[:, left]).all(axis=0)]
-    return np.array(sorted(kept), dtype=int)
+        inside = (raised[:, left[0], None] >= signed[:, left]).all(axis=0)
+        inside[0] = True  # a nan, too
+        merged.append(signed[:, left[inside]].max(axis=1))
+        left = left[~inside]
+    return np.reshape(merged, (-1, 4)).T * np.array([-1.0, 1.0, 1.0, 1.0])[:, None]

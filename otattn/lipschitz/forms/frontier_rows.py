@@ -37,7 +37,7 @@ from otattn.lipschitz.constants._solve import number, trivial
 from otattn.lipschitz.constants.cells import proved_below
 from otattn.lipschitz.constants.heads import UnitNumbers, numbers_of, softmax_head, unit_numbers
 from otattn.lipschitz.constants.self_logit import SelfLogit, entropy_gap
-from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, every_cell
 from otattn.lipschitz.forms.frontier import TILTS, Frontier
 from otattn.lipschitz.forms.frontier_search import LEVELS, finer, refined
 from otattn.lipschitz.forms.frontier_total import MAX_CELLS, Total
@@ -98,11 +98,11 @@ class Whole:
         """vartheta of the field part."""
         return min(1.0, top(self.head.trace_sigma / (self.number() * self.v)) * (1.0 + 8.0 * EPS))
 
-    def entropic(self, family: SelfLogit, frontier: Frontier, blocks: OwnBlocks) -> EntropicRows:
-        """The entropic rows."""
+    def sight(self, family: SelfLogit, frontier: Frontier) -> Sight:
+        """What is known of entropic rows."""
         g0, g1 = (self.number() * x for x in (GAMMA[:-1], GAMMA[1:]))
         low = family.lower(g0, g1) - (0.0 if self.head.exact else 1e-12 * self.a)
-        return EntropicRows.of(Sight.of(self.number(), self.n, low, self.field, frontier), blocks)
+        return Sight.of(self.number(), self.n, low, self.field, frontier)
 
 
 def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
@@ -117,7 +117,7 @@ def _rows(whole: Whole, multipliers: Mapping[str, Array]) -> VertexRows:
 def _entropic(whole: Whole, multipliers: Mapping[str, Array]) -> EntropicRows:
     """The entropic rows that the multipliers describe."""
     family, frontier = SelfLogit.of(whole.head, multipliers), Frontier.of(whole.A, whole.V, multipliers)
-    return whole.entropic(family, frontier, OwnBlocks.of(whole.A, whole.V, multipliers))
+    return EntropicRows.of(whole.sight(family, frontier), OwnBlocks.of(whole.A, whole.V, multipliers))
 
 
 def _total(whole: Whole, rows: VertexRows, entropic: EntropicRows, multipliers: Mapping[str, Array]) -> Total:
@@ -226,8 +226,9 @@ def frontier_rows(attention: AttentionMap, domain: Domain, n: int, p: float, *, 
     frontier = frontier.decisive((GAMMA[:-1], TILTS), (edges[:-1], LINES))
     family = family.decisive(*(head.a * np.append(edges[x], GAMMA[x]) for x in (slice(-1), slice(1, None))))
     blocks = OwnBlocks.found(whole.A, whole.V, whole.field)
-    blocks = blocks.take(whole.entropic(family, frontier, blocks).used)
-    entropic = whole.entropic(family, frontier, blocks)
+    sight = whole.sight(family, frontier)
+    blocks = blocks.take(every_cell(sight, blocks)[1])
+    entropic = EntropicRows.of(sight, blocks)
     angles = np.linspace(0.0, math.pi / 2, directions + 1)
     rows = VertexRows.of(whole.cells(edges, family, frontier), pairs, angles, LEVELS)
     plan = finer(rows, coarse)

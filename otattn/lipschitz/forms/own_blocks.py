@@ -13,20 +13,18 @@ as a form in ``(x, y)``. As the product of two numbers is at most half of the su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
 
 from otattn._linalg import EPS, Array, lambda_max_upper
 from otattn.lipschitz.arithmetic.balls import BallMatrix
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.arithmetic.rounding import top
 from otattn.lipschitz.certificate import multiplier
-from otattn.lipschitz.forms.own_pairs import PairForms
+from otattn.lipschitz.forms.own_pairs import PairForms, Weighted
 
 _COARSE = [0.0, 0.004, 0.015, 0.04, 0.08, 0.12, 0.17, 0.22, 0.28, 0.34, 0.4, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9, 1.0]
 MASSES = np.interp(np.arange(69.0), np.arange(0.0, 69.0, 4.0), _COARSE)
@@ -36,8 +34,6 @@ PLANS = (
     *((share, xi, (0.0, 0.2, 0.5)) for share in (0.75, 0.5, 0.3) for xi in (0.15, 0.4, 0.8)),
 )
 """Triples of ``theta/vartheta``, xi and values of nu."""
-_FAR = 6.0
-"""Logarithms of c and of ``w_1/w_2`` are sought up to this size."""
 _LARGEST = 1e6
 """Multipliers beyond prove nothing."""
 
@@ -78,22 +74,28 @@ class OwnBlocks:
     @classmethod
     def found(cls, A: Array, V: Array, field: float) -> OwnBlocks:
         """For each cell of p and each plan members with nearly the least W."""
-        forms, rows, last = PairForms(A, V), [], MASSES.size - 2
-        for share, xi, leads in PLANS:
-            for nu in leads:
-                cells = np.arange(last + 1 if nu == 0.0 else last)
-                plan = share * field, nu, xi
-                # sought on every fourth cell; between them the search would end between
-                sought, near = np.unique(np.append(cells[::4], cells[-1])), np.zeros(2)
-                ends, sizes = np.zeros((sought.size, 2)), np.zeros(sought.size)
-                for k, at in enumerate(sought.tolist()):
-                    ends[k], sizes[k] = _least(forms, at, *plan, near)
-                    near = ends[k] if sizes[k] > 0.0 else np.zeros(2)
-                # where W = 0 the search has not moved
-                good = sizes > 0.0 if (sizes > 0.0).any() else sizes == 0.0
-                between = np.stack([np.interp(cells, sought[good], x[good]) for x in ends.T], axis=1)
-                rows += [_member(forms, at, *plan, z) for at, z in enumerate(between)]
-        return cls.of(A, V, {"blocks": np.array(rows)})
+        forms, last = PairForms(A, V), MASSES.size - 2
+        plans = np.array([(share * field, nu, xi) for share, xi, leads in PLANS for nu in leads])
+        ends = np.where(plans[:, 1] == 0.0, last, last - 1)
+        # sought on every fourth cell; between them the search would end between
+        sought = np.append(np.arange(0, last - 1, 4), [last - 1, last])
+        z, sizes = np.zeros((sought.size, 2, len(plans))), np.full((sought.size, len(plans)), np.nan)
+        near: Any = 0.0
+        for k, at in enumerate(sought.tolist()):
+            weighted = _weighted(forms, np.full(len(plans), at), plans)
+            z[k] = weighted.least(near + np.zeros((2, len(plans))))
+            sizes[k] = np.where((at < last - 1) | (at == ends), weighted.at(z[k])[0], np.nan)
+            near = np.where(sizes[k] > 0.0, z[k], 0.0)
+        rows = []
+        for k, plan in enumerate(plans):
+            cells = np.arange(ends[k] + 1)
+            # where W = 0 the search has not moved
+            good = sizes[:, k] > 0.0 if (sizes[:, k] > 0.0).any() else sizes[:, k] == 0.0
+            between = np.array([np.interp(cells, sought[good], x[good]) for x in z[:, :, k].T])
+            W, c, share = _weighted(forms, cells, np.tile(plan, (cells.size, 1))).at(between)
+            theta, nu, xi = np.repeat(plan[:, None], cells.size, axis=1)
+            rows.append(np.array([cells, theta, c, nu, xi, W * share, W * (1.0 - share)]).T)
+        return cls.of(A, V, {"blocks": np.concatenate(rows)})
 
     def take(self, index: Array) -> OwnBlocks:
         """The members at ``index``."""
@@ -115,27 +117,10 @@ def _form(forms: PairForms, at: int, theta: float, c: float, nu: float, xi: floa
     return pi * forms.form(1.0, 0.0, c, 0.0) - nu * forms.lead + xi * forms.own - other
 
 
-def _scaled(forms: PairForms, at: int, theta: float, nu: float, xi: float, z: Array) -> tuple[float, float]:
-    """The least W at ``z = (log c, logit w_1/W)``, and ``w_1/W``."""
-    share = 1.0 / (1.0 + math.exp(-z[1]))
-    root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], len(forms.own) // 2))
-    F = _form(forms, at, theta, math.exp(z[0]), nu, xi)
-    return max(0.0, float(np.linalg.eigvalsh(root[:, None] * F * root)[-1])), share
-
-
-def _least(forms: PairForms, at: int, theta: float, nu: float, xi: float, start: Array) -> tuple[Array, float]:
-    """Where nearly the least W is, and it."""
-    options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 60}
-    found = minimize(
-        lambda z: _scaled(forms, at, theta, nu, xi, np.clip(z, -_FAR, _FAR))[0],
-        start,
-        method="Nelder-Mead",
-        options=options,
-    )
-    return np.clip(found.x, -_FAR, _FAR), float(found.fun)
-
-
-def _member(forms: PairForms, at: int, theta: float, nu: float, xi: float, z: Array) -> list[float]:
-    """The member there."""
-    W, share = _scaled(forms, at, theta, nu, xi, z)
-    return [at, theta, math.exp(z[0]), nu, xi, W * share, W * (1.0 - share)]
+def _weighted(forms: PairForms, cells: Array, plans: Array) -> Weighted:
+    """F on these cells of p with these ``(theta, nu, xi)``."""
+    q, pi = np.array([_ends(at) for at in cells.tolist()]).T[:, :, None, None]
+    theta, nu, xi = plans.T[:, :, None, None]
+    other = np.diag(np.repeat([0.0, 1.0], len(forms.own) // 2))
+    base = xi * forms.own - nu * forms.lead - q * theta * other
+    return Weighted(0.5 * pi * forms.values, 0.5 * pi * forms.turned, base)

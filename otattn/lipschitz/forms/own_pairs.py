@@ -24,13 +24,11 @@ allowed when ``q E nu <= lambda`` (``nu > 0``), or ``p E |nu| <= lambda`` (``nu 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
 
 from otattn._linalg import EPS, Array, lambda_max_upper
 from otattn.lipschitz.arithmetic.balls import BallMatrix
@@ -46,6 +44,8 @@ WEIGHTS = (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 """Cells of p; ``1 - p`` is a float too."""
 _FAR = 6.0
 """Logarithms of c and of ``w_1/w_2`` are sought up to this size."""
+_SPREAD, _CLOSE, _ROUNDS = 0.3, 5e-3, 30
+"""Sides of their first simplex and of the last, and how often it is moved."""
 
 
 class PairForms:
@@ -67,21 +67,52 @@ class PairForms:
         return 0.5 * (c * self.values + gradients / c) + nu * self.lead
 
 
+class Weighted:
+    """``lambda_max(c P + Q/c + B)`` with x and y weighted: matrices ``(count, size, size)``, P and Q may be one for all."""
+
+    def __init__(self, P: Array, Q: Array, B: Array) -> None:
+        self.parts = [np.broadcast_to(M, B.shape) for M in (P, Q, B)]
+
+    def at(self, z: Array, which: Any = slice(None)) -> tuple[Array, Array, Array]:
+        """``W, c, w_1/W`` at ``z = (log c, logit w_1/W)``, ``(2, count)``, of some of them."""
+        c, share = np.exp(z[0]), 1.0 / (1.0 + np.exp(-z[1]))
+        P, Q, B = (M[which] for M in self.parts)
+        root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], B.shape[-1] // 2, axis=0)).T
+        F = root[:, :, None] * (c[:, None, None] * P + Q / c[:, None, None] + B) * root[:, None, :]
+        return np.maximum(np.linalg.eigvalsh(F)[:, -1], 0.0), c, share
+
+    def least(self, start: Array) -> Array:
+        """The z of nearly the least W, by the method of Nelder and Mead for all at once."""
+        z = np.stack([start, start + [[_SPREAD], [0.0]], start + [[0.0], [_SPREAD]]])
+        size = np.array([self.at(x)[0] for x in z])
+        for _ in range(_ROUNDS):
+            order = np.argsort(size, axis=0)
+            size, z = np.take_along_axis(size, order, 0), np.take_along_axis(z, order[:, None], 0)
+            middle = 0.5 * (z[0] + z[1])
+            once = np.clip(2.0 * middle - z[2], -_FAR, _FAR)
+            first = self.at(once)[0]
+            factor = np.where(first < size[0], 2.0, np.where(first < size[2], 0.5, -0.5))
+            again = np.clip(middle + factor * (middle - z[2]), -_FAR, _FAR)
+            second = self.at(again)[0]
+            better = np.minimum(first, second)
+            stuck = np.flatnonzero(better >= size[2])
+            z[2] = np.where(better >= size[2], z[2], np.where(second < first, again, once))
+            size[2] = np.minimum(size[2], better)
+            for x, value in zip(z[1:], size[1:], strict=True):
+                x[:, stuck] = 0.5 * (x + z[0])[:, stuck]
+                value[stuck] = self.at(x[:, stuck], stuck)[0]
+            if (np.abs(z - z[0]) < _CLOSE).all():
+                break
+        best = size.argmin(axis=0)
+        return np.take_along_axis(z, best[None, None], 0)[0]
+
+
 def _least(forms: PairForms, X: float, Y: float, nu: float, start: Array) -> tuple[list[float], Array]:
     """The member with nearly the least W, and where the search for c and for the share of ``w_1`` ended."""
-    d = len(forms.own) // 2
-
-    def scaled(z: Array) -> tuple[float, float]:
-        z = np.clip(z, -_FAR, _FAR)
-        share = 1.0 / (1.0 + math.exp(-z[1]))
-        root = 1.0 / np.sqrt(np.repeat([share, 1.0 - share], d))
-        Q = forms.form(X, Y, math.exp(z[0]), nu)
-        return max(0.0, float(np.linalg.eigvalsh(root[:, None] * Q * root)[-1])), share
-
-    options = {"xatol": 2e-3, "fatol": 1e-5, "maxfev": 80}
-    end = np.clip(minimize(lambda z: scaled(z)[0], start, method="Nelder-Mead", options=options).x, -_FAR, _FAR)
-    W, share = scaled(end)
-    return [X, Y, math.exp(end[0]), nu, W * share, W * (1.0 - share)], end
+    weighted = Weighted(0.5 * forms.values, 0.5 * (X * forms.turned + Y * forms.own), nu * forms.lead[None])
+    end = weighted.least(start)
+    W, c, share = (float(x[0]) for x in weighted.at(end))
+    return [X, Y, c, nu, W * share, W * (1.0 - share)], end
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +151,7 @@ class OwnPairs:
         forms, rows = PairForms(A, V), []
         for ratio in RATIOS:
             X, Y = 1.0 / (1.0 + ratio), ratio / (1.0 + ratio)
-            first, at = _least(forms, X, Y, 0.0, np.zeros(2))
+            first, at = _least(forms, X, Y, 0.0, np.zeros((2, 1)))
             rows.append(first)
             for sign in (1.0, -1.0):
                 last, start = first, at

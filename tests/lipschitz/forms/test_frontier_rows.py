@@ -199,10 +199,7 @@ def test_boxes_hold_the_norms_of_displacements():
     angles = np.linspace(0.0, math.pi / 2, 41)
     rows = 2.0 + np.sin(angles[1:])
     # of cells that never, sometimes and always bound a row better than the table
-    none = np.zeros(0, dtype=int)
-    cells = [
-        EntropicRows(0.0 * x, x, 0.5 * x, 1.2 * x, none) for x in (9.0 * np.ones(1), np.array([1.4, 2.0]), np.ones(1))
-    ]
+    cells = [EntropicRows(0.0 * x, x, 0.5 * x, 1.2 * x) for x in (9.0 * np.ones(1), np.array([1.4, 2.0]), np.ones(1))]
     least_gap = math.inf
     for n, entropic in ((3, cells[0]), (3, cells[1]), (4, cells[1]), (9, cells[1]), (9, cells[2])):
         total = Total(n, angles, rows, np.geomspace(0.1, 50.0, 24), False, entropic)
