@@ -35,6 +35,7 @@ CERTIFICATES = {
     "frontier_rows": lambda: oa.relaxations.frontier_rows(ATTENTION, radius=1.0, n=3),
     "mean field": lambda: oa.relaxations.mean_field(ATTENTION, radius=1.0),
     "two_tokens": lambda: oa.relaxations.two_tokens(ATTENTION, radius=1.0),
+    "psd": lambda: oa.relaxations.psd(oa.SoftmaxAttention(8.0 * np.eye(2), np.eye(2)), radius=1.0, n=16),
     "local ball": lambda: oa.relaxations.near_tokens(ATTENTION, POINTS / 3, 0.05),
 }
 
@@ -45,8 +46,16 @@ def built(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CERTIFICATES)
-@pytest.mark.parametrize("size", [1e60, 1e160, 1e300, 1.7e308])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # a check of frontier_rows takes a second
+    [
+        (x, s)
+        for x in CERTIFICATES
+        for s in (1e60, 1e160, 1e300, 1.7e308)
+        if x != "frontier_rows" or s in (1e160, 1.7e308)
+    ],
+)
 def test_huge_multipliers_never_prove_less(name, size) -> None:
     bound = built(name)
     assert bound.verify()
@@ -94,8 +103,7 @@ def test_multipliers_of_the_self_logit_whose_products_overflow(name, nu) -> None
 @pytest.mark.parametrize(("key", "value"), [("phi", 1e308), ("tau", 5e-324), ("omega", 5e-324), ("sigma", -1e300)])
 def test_boxes_that_overflow_are_not_empty(key, value) -> None:
     """A nan compares as nothing: boxes of ``psd`` whose terms overflow counted as empty, and any target was proved."""
-    head = oa.SoftmaxAttention(8.0 * np.eye(2), np.eye(2))
-    bound = oa.relaxations.psd(head, radius=1.0, n=16, effort="fast")
+    bound = built("psd")
     assert bound.value > 7.5
     other = bound.multipliers | {key: np.full_like(bound.multipliers[key], value)}
     forged = replace(bound, multipliers=other, options={**bound.options, "target": 0.0}, value=1.01)

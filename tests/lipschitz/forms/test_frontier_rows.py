@@ -244,11 +244,12 @@ def test_it_is_sharper_than_rows_and_columns(a, n):
 @pytest.mark.slow
 def test_units():
     """``A R^2`` and V are all that counts."""
-    bound = bound_of(25.0, 8)
+    A, V = np.random.default_rng(0).standard_normal((6, 6)), np.diag(np.geomspace(1.0, 0.1, 6))
+    bound = frontier_rows(head(9.0, A, V), radius=1.0, n=64)
     for other, factor in (
-        (frontier_rows(head(25.0 / 9.0), radius=3.0, n=8), 1.0),
-        (frontier_rows(head(V=-3.0 * VALUES), radius=1.0, n=8), 3.0),
-        (frontier_rows(head(V=VALUES[::-1]), radius=1.0, n=8), 1.0),
+        (frontier_rows(head(1.0, A, V), radius=3.0, n=64), 1.0),
+        (frontier_rows(head(9.0, A, -3.0 * V), radius=1.0, n=64), 3.0),
+        (frontier_rows(head(9.0, A, V[::-1]), radius=1.0, n=64), 1.0),
     ):
         assert other.value == pytest.approx(factor * bound.value, rel=5e-3)
         assert other.verify()
@@ -314,7 +315,7 @@ def test_the_search_for_the_best_bound_tries_it_where_it_can_win():
 @pytest.mark.slow
 def test_altered_multipliers():
     """What is no multiplier is refused; others prove a bound, never a smaller one than the truth."""
-    attention = head(9.0)
+    attention = head(9.0, FORM[:2, :2], VALUES[:2, :2])
     bound = frontier_rows(attention, radius=1.0, n=3)
     truth = climb(attention, (1, 1, 1), 1.0, np.random.default_rng(4), steps=20)
     parts = bound.multipliers

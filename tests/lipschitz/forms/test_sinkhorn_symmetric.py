@@ -271,7 +271,7 @@ def test_cells_bound_the_pairs(a):
     pairs = Pairs.choose(a)
     most = pairs.maximum(1e-3, 10**6)
     seen = 0.0
-    for _ in range(4000):
+    for _ in range(1500):
         x, y = ball(rng.normal(size=(2, 3)) * rng.choice([0.3, 1.0, 9.0]))
         y = -x * rng.uniform(0.7, 1.0) + 0.02 * rng.normal(size=3) if rng.random() < 0.3 else y
         x, y = ball(np.array([x, y]))

@@ -65,9 +65,9 @@ def possible_rows(columns, rng, count):
 def test_boxes_of_rows_hold_what_the_definitions_say():
     rng = np.random.default_rng(0)
     seen = 0
-    for k in range(35):
+    for k in range(14):
         columns = some_columns(rng, SIZES[k % len(SIZES)])
-        (r, h, p, q), lam = possible_rows(columns, rng, 300)
+        (r, h, p, q), lam = possible_rows(columns, rng, 800)
         count, a = len(r), columns.a
         # a larger gap takes from the spread
         least = q * (1 - square(columns, h)) / (1 - p)
@@ -93,11 +93,11 @@ def test_boxes_of_rows_hold_what_the_definitions_say():
 def test_own_terms_hold_what_the_definitions_say():
     rng = np.random.default_rng(1)
     seen = 0
-    for k in range(28):
+    for k in range(14):
         columns = some_columns(rng, SIZES[k % len(SIZES)])
         a, n = columns.a, columns.n
-        r = 1 - rng.random(100)
-        q = 1 / (1 + (n - 1) * np.exp(a * (r * rng.uniform(-1, 1, 100) - r**2)))
+        r = 1 - rng.random(200)
+        q = 1 / (1 + (n - 1) * np.exp(a * (r * rng.uniform(-1, 1, 200) - r**2)))
         E = a * r**2 - np.log(q) + xlogy(q, q) + xlogy(1 - q, (1 - q) / (n - 1))
         lam = 1 - q * (1 - square(columns, r)) - (np.maximum(E, 0) / (a * r)) ** 2
         lam = np.where(q > 0.5, np.minimum(lam, 4 * q * (1 - q)), lam)
@@ -134,7 +134,7 @@ def structured_tokens(rng, n, d):
 def test_columns_of_attention_are_below_the_boxes_of_their_rows():
     rng = np.random.default_rng(2)
     seen = 0
-    for _ in range(80):
+    for _ in range(40):
         d, n = int(rng.integers(1, 4)), int(rng.integers(2, 12))
         values = np.append(1.0, rng.choice([0.0, 0.01, 1.0], d - 1)) * 10 ** rng.uniform(-1, 1.7)
         X = structured_tokens(rng, n, d)
@@ -169,7 +169,7 @@ def test_columns_of_attention_are_below_the_boxes_of_their_rows():
             factor = 1 + along * (g[rows] @ e) ** 2 / (e @ e)
             assert np.log((terms[rows, j] * factor).sum()) <= value.max() + 1e-9 * (1 + columns.a)
             seen += 1
-    assert seen > 400
+    assert seen > 200
 
 
 def ascend(attention, counts, rng, *, batch=16, steps=40):
@@ -430,7 +430,9 @@ ALTERED = {
     "reversed": lambda x: x[::-1].copy(),
     "shorter": lambda x: x[:-1],
 }
-SPENT = {("split", "huge"), ("sigma", "zero"), ("sigma", "tiny"), ("lines", "half")}
+SPENT = {("split", "huge"), ("sigma", "tiny"), ("lines", "half")} | {
+    (x, "zero") for x in ("sigma", "t", "nu", "s", "zeta")
+}
 """With these a check says no only when its cells are spent, after ten seconds and more."""
 DEAR = {"frontier_rows": ("tiny", "minus one"), "psd": ("half", "tiny")}
 """Valid multipliers, far from good ones: each takes seconds to say no."""
