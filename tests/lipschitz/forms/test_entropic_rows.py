@@ -12,7 +12,7 @@ from otattn.lipschitz.arithmetic.entropy import entropies, mean_square, varentro
 from otattn.lipschitz.arithmetic.intervals import lift
 from otattn.lipschitz.certificate import Statement
 from otattn.lipschitz.constants.self_logit import SelfLogit
-from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, _apart
+from otattn.lipschitz.forms.entropic_rows import GAMMA, EntropicRows, Sight, _apart, _merged
 from otattn.lipschitz.forms.frontier import Frontier
 from otattn.lipschitz.forms.frontier_rows import Whole
 from otattn.lipschitz.forms.own_blocks import MASSES, OwnBlocks
@@ -301,3 +301,17 @@ def test_members_out_of_range_are_refused():
             OwnBlocks.of(A, V, {"blocks": wrong})
     with pytest.raises(ValueError, match="each cell of p"):
         OwnBlocks.of(A, V, {"blocks": good[~last]})
+
+
+def test_merged_cells_hold_all_and_little_more():
+    rng = np.random.default_rng(5)
+    table = np.vstack([rng.integers(0, 4, 300) / 3.0, np.exp(0.05 * rng.standard_normal((3, 300)))])
+    table[1, ::50] = 0.0
+    merged = _merged(table, 0.02)
+    over = (merged[0] <= table[0, :, None]) & (merged[1:, None] >= table[1:, :, None]).all(axis=0)
+    assert over.any(axis=1).all()
+    near = (merged[0] == table[0, :, None]) & (merged[1:, None] <= 1.02 * table[1:, :, None]).all(axis=0)
+    assert near.any(axis=0).all()
+    assert 5 < merged.shape[1] < 150
+    table[2, 7] = np.nan
+    assert np.isnan(_merged(table, 0.02)).any()
