@@ -300,13 +300,11 @@ def psd(attention: AttentionMap, domain: Domain, n: int, p: float, *, effort: st
         head.a, _field_share(head), stretch, n, len(head.A), (1.0, 2.0, 0.4), 0.05, max(0.5, 0.3 * head.a), 0.1
     )
     tol, cells = (1e-2, _CELLS) if deep else (2e-2, _CELLS // 12)
-    polish = 6 if deep else 2
-    plans = [_polished(base, deep=deep, most_zeta=20.0 if deep else 4.0, tol=4 * tol, max_cells=cells // polish)]
+    few = cells // (6 if deep else 2)
+    plans = [_polished(base, deep=deep, most_zeta=20.0 if deep else 4.0, tol=4 * tol, max_cells=few)]
     if plans[0][1].value > plans[0][1].seen + _LOOSE + 4 * tol:
         # too many boxes: what needs fewer may be the better bound
-        plans.append(
-            _polished(base, deep=False, most_zeta=4.0 if deep else 0.1, tol=4 * tol, max_cells=cells // polish)
-        )
+        plans.append(_polished(base, deep=False, most_zeta=4.0 if deep else 0.1, tol=4 * tol, max_cells=few))
     least = min(found.value for _, found in plans) + (_NEAR if deep else 0.0)
     proved = [
         (x, _prove(x.columns, x.edges, x.multipliers, tol=tol, max_cells=cells)) for x, y in plans if y.value <= least

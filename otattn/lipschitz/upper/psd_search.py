@@ -196,10 +196,9 @@ def _best(columns: Columns, rows: _Rows, start: Array, high: Array, rounds: int)
 
         def slopes(x: Array, worst: _Values = worst) -> Array:
             steps = np.where(x[:-1] + _STEP > high, -_STEP, _STEP)
-            here, *moved = worst(
-                _multipliers(x[:-1, None] + np.eye(steps.size, steps.size + 1, 1) * steps[:, None], columns)
-            )
-            return np.stack([*((here - y) / step for y, step in zip(moved, steps, strict=True)), np.ones(here.size)], 1)
+            points = x[:-1, None] + np.column_stack([np.zeros(steps.size), np.diag(steps)])
+            values = worst(_multipliers(points, columns))
+            return np.vstack([(values[0] - values[1:]) / steps[:, None], np.ones_like(values[:1])]).T
 
         found = minimize(
             lambda x: float(x[-1]),
